@@ -1,0 +1,1 @@
+"""Benchmarks of the MoE layer and the routing workloads they run on."""
