@@ -1,0 +1,387 @@
+// Tickets to tasks. `comm_task` and `compute_task` are pure functions of the plan and a ticket number.
+//
+// Order within a macrobatch: minibatch i is fetched, then its first GEMM, then the second GEMM of minibatch i-1, so that no second GEMM waits
+// for the last wave of a first GEMM. At the end of a macrobatch the last second GEMM comes before anything of the next one: a ring that holds
+// a single minibatch would otherwise wait for itself. A task waits only for tasks of lower order, or for a peer.
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace mok {
+
+namespace detail {
+
+// Where a ticket falls in: front(0), {front(i), back(i-1)} for i = 1 .., back(last).
+struct SkewPosition {
+  bool back;
+  int64_t minibatch;
+  int64_t index;
+};
+
+MOK_HOST_DEVICE SkewPosition skew_position(int64_t ticket, int64_t blocks, int64_t minibatch_blocks, int64_t front, int64_t back) {
+  const int64_t minibatches = ceil_div(blocks, minibatch_blocks);
+  const int64_t last_blocks = blocks - (minibatches - 1) * minibatch_blocks;
+  const int64_t first = (minibatches == 1 ? last_blocks : minibatch_blocks) * front;
+  if (ticket < first) return {false, 0, ticket};
+  ticket -= first;
+  if (minibatches == 1) return {true, 0, ticket};
+  const int64_t period = minibatch_blocks * (front + back);
+  const int64_t i = 1 + min_of(ticket / period, minibatches - 2);
+  ticket -= (i - 1) * period;
+  const int64_t front_tasks = (i == minibatches - 1 ? last_blocks : minibatch_blocks) * front;
+  if (ticket < front_tasks) return {false, i, ticket};
+  ticket -= front_tasks;
+  if (ticket < minibatch_blocks * back) return {true, i - 1, ticket};
+  return {true, minibatches - 1, ticket - minibatch_blocks * back};
+}
+
+struct TilePosition {
+  int64_t block;  // within the minibatch
+  int64_t tile;
+};
+
+MOK_HOST_DEVICE TilePosition tile_position(int64_t index, int64_t blocks, int64_t tiles) {
+  const int64_t group = index / (kSwizzleBlocks * tiles);
+  const int64_t rest = index - group * kSwizzleBlocks * tiles;
+  const int64_t group_blocks = min_of(kSwizzleBlocks, blocks - group * kSwizzleBlocks);
+  return {group * kSwizzleBlocks + rest % group_blocks, rest / group_blocks};
+}
+
+// Ranks start a minibatch at different blocks, so that they do not all pull from the same peer first. Row positions do not change.
+MOK_HOST_DEVICE int64_t rotate_block(const PassShape& shape, int64_t block, int64_t blocks) {
+  return (block + shape.rank * blocks / shape.ep_size) % blocks;
+}
+
+constexpr int kOrderShift = 40;
+
+// Segments of a minibatch in the total order.
+enum Segment : int64_t { kFetchX = 0, kFetchDy = 1, kFront = 2, kBack = 3, kSegments = 4 };
+
+MOK_HOST_DEVICE int64_t macro_segments(const PassShape& shape) {
+  return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + 2);
+}
+
+// `back` of minibatch i stands after `front` of minibatch i + 1.
+MOK_HOST_DEVICE int64_t segment_order(const PassShape& shape, int64_t walk, int64_t minibatch, int64_t segment, int64_t index) {
+  const int64_t position = minibatch + (segment == kBack ? 1 : 0);
+  return ((walk * macro_segments(shape) + position * kSegments + segment) << kOrderShift) + index;
+}
+
+MOK_HOST_DEVICE int64_t wgrad_order(const PassShape& shape, int64_t walk, int64_t index) {
+  return ((walk * macro_segments(shape) + macro_segments(shape) - 1) << kOrderShift) + index;
+}
+
+MOK_HOST_DEVICE int64_t closing_order(const Plan& plan, int64_t segment, int64_t index) {
+  return ((plan.num_macrobatches * macro_segments(plan.shape) + segment) << kOrderShift) + index;
+}
+
+MOK_HOST_DEVICE void add_wait(Task& task, int64_t first, int64_t count, int64_t target) {
+  task.waits[task.num_waits++] = {first, count, target};
+}
+
+MOK_HOST_DEVICE void add_bump(Task& task, int64_t counter) { task.bumps[task.num_bumps++] = counter; }
+
+MOK_HOST_DEVICE void add_access(Task& task, RingBuffer buffer, int32_t mode, int64_t first_block, int64_t num_blocks) {
+  task.accesses[task.num_accesses++] = {static_cast<int32_t>(buffer), mode, first_block, num_blocks};
+}
+
+MOK_HOST_DEVICE void set_block(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t block) {
+  task.macrobatch = macro;
+  task.minibatch = minibatch;
+  task.block = block;
+  task.ring_block = plan.ring_block(block);
+  task.expert = plan.block_expert(block);
+}
+
+// The block that held a slot before `block`, in the order in which the pass walks its macrobatches; -1 if the slot is fresh.
+MOK_HOST_DEVICE int64_t previous_in_slot(const Plan& plan, int64_t block) {
+  if (plan.shape.pass == Pass::kForward) {
+    const int64_t previous = block + plan.shape.macrobatch_blocks;
+    return previous < plan.num_blocks ? previous : -1;
+  }
+  return block - plan.shape.macrobatch_blocks;  // negative in the first macrobatch
+}
+
+// Weight-gradient tiles of an expert that are complete once it is done with macrobatch `macro`.
+MOK_HOST_DEVICE int64_t wgrad_target(const Plan& plan, int64_t expert, int64_t macro) {
+  return (macro - plan.expert_first_macro(expert) + 1) * plan.wgrad_tiles();
+}
+
+MOK_HOST_DEVICE int64_t minibatch_size_of(const Plan& plan, int64_t macro, int64_t minibatch) {
+  return min_of(plan.shape.minibatch_blocks, plan.macro_blocks(macro) - minibatch * plan.shape.minibatch_blocks);
+}
+
+MOK_HOST_DEVICE int64_t block_of(const Plan& plan, int64_t macro, int64_t minibatch, int64_t index, int64_t blocks) {
+  return plan.macro_first_block(macro) + minibatch * plan.shape.minibatch_blocks + rotate_block(plan.shape, index, blocks);
+}
+
+MOK_HOST_DEVICE void fill_dispatch(const Plan& plan, Task& task, bool dy, int64_t walk, int64_t macro, int64_t minibatch, int64_t index) {
+  const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
+  const int64_t block = block_of(plan, macro, minibatch, index / kDispatchTasksPerBlock, blocks);
+  set_block(plan, task, macro, minibatch, block);
+  task.kind = dy ? TaskKind::kDispatchDy : TaskKind::kDispatch;
+  task.stream = Stream::kComm;
+  task.peer_wait = PeerWait::kEntered;
+  task.order = segment_order(plan.shape, walk, minibatch, dy ? kFetchDy : kFetchX, index);
+  task.first_row = block * kBlockRows + index % kDispatchTasksPerBlock * kDispatchRows;
+  task.num_rows = kDispatchRows;
+  const int64_t previous = previous_in_slot(plan, block);
+  // The ring's x is fresh in the backward's second macrobatch too: the first one reads the context's rows.
+  const bool fresh = previous < 0 || (plan.shape.pass == Pass::kBackward && !dy && macro == 1);
+  if (!fresh) {
+    if (plan.shape.pass == Pass::kForward) {
+      add_wait(task, plan.gemm1_done(previous), 1, plan.gemm1_tiles);
+    } else {
+      const int64_t expert = plan.block_expert(previous);
+      add_wait(task, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
+    }
+  }
+  add_access(task, dy ? RingBuffer::kDy : RingBuffer::kX, kWrite, task.ring_block, 1);
+  add_bump(task, dy ? plan.dispatched_dy(block) : plan.dispatched(block));
+  add_bump(task, plan.transfers_done());
+}
+
+MOK_HOST_DEVICE void fill_gemm1(const Plan& plan, Task& task, int64_t walk, int64_t macro, int64_t minibatch, int64_t index) {
+  const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
+  const TilePosition at = tile_position(index, blocks, plan.gemm1_tiles);
+  const int64_t block = block_of(plan, macro, minibatch, at.block, blocks);
+  set_block(plan, task, macro, minibatch, block);
+  task.kind = TaskKind::kGemm1;
+  task.tile_n = at.tile;
+  task.order = segment_order(plan.shape, walk, minibatch, kFront, index);
+  add_wait(task, plan.dispatched(block), 1, kDispatchTasksPerBlock);
+  add_access(task, RingBuffer::kX, plan.shape.pass == Pass::kBackward ? kRead : kRead | kRelease, task.ring_block, 1);
+  add_access(task, RingBuffer::kGateUp, kWrite, task.ring_block, 1);
+  if (plan.shape.pass == Pass::kForward) {
+    const int64_t previous = previous_in_slot(plan, block);
+    if (previous >= 0) add_wait(task, plan.gemm2_done(previous), 1, plan.gemm2_tiles);
+    add_access(task, RingBuffer::kActivation, kWrite, task.ring_block, 1);
+  }
+  add_bump(task, plan.gemm1_done(block));
+}
+
+MOK_HOST_DEVICE void fill_gemm2(const Plan& plan, Task& task, int64_t walk, int64_t macro, int64_t minibatch, int64_t index) {
+  const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
+  const TilePosition at = tile_position(index, blocks, plan.gemm2_tiles);
+  const int64_t block = block_of(plan, macro, minibatch, at.block, blocks);
+  set_block(plan, task, macro, minibatch, block);
+  task.kind = TaskKind::kGemm2;
+  task.tile_n = at.tile;
+  task.order = segment_order(plan.shape, walk, minibatch, kBack, index);
+  add_wait(task, plan.gemm1_done(block), 1, plan.gemm1_tiles);
+  add_access(task, RingBuffer::kActivation, kRead | kRelease, task.ring_block, 1);
+  add_bump(task, plan.gemm2_done(block));
+  add_bump(task, plan.transfers_done());
+}
+
+MOK_HOST_DEVICE void fill_dgrad2(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index, int64_t order_index) {
+  const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
+  const TilePosition at = tile_position(index, blocks, plan.dgrad2_tiles);
+  const int64_t block = block_of(plan, macro, minibatch, at.block, blocks);
+  set_block(plan, task, macro, minibatch, block);
+  task.kind = TaskKind::kDgrad2;
+  task.tile_n = at.tile;
+  task.order = segment_order(plan.shape, macro, minibatch, kFront, order_index);
+  add_wait(task, plan.dispatched_dy(block), 1, kDispatchTasksPerBlock);
+  if (macro > 0) {
+    add_wait(task, plan.gemm1_done(block), 1, plan.gemm1_tiles);
+    // The slot's earlier dgate/dup may still be read by a dgrad1; its other readers are weight gradients, which the fetch of dy waited for.
+    add_wait(task, plan.dgrad1_done(previous_in_slot(plan, block)), 1, plan.dgrad1_tiles);
+  }
+  add_access(task, RingBuffer::kDy, kRead, task.ring_block, 1);
+  add_access(task, macro == 0 ? RingBuffer::kSavedGateUp : RingBuffer::kGateUp, kRead, task.ring_block, 1);
+  add_access(task, RingBuffer::kActivation, kWrite, task.ring_block, 1);
+  add_access(task, RingBuffer::kDGateUp, kWrite, task.ring_block, 1);
+  add_bump(task, plan.dgrad2_done(block));
+}
+
+MOK_HOST_DEVICE void fill_dgrad1(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index) {
+  const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
+  const TilePosition at = tile_position(index, blocks, plan.dgrad1_tiles);
+  const int64_t block = block_of(plan, macro, minibatch, at.block, blocks);
+  set_block(plan, task, macro, minibatch, block);
+  task.kind = TaskKind::kDgrad1;
+  task.tile_n = at.tile;
+  task.order = segment_order(plan.shape, macro, minibatch, kBack, index);
+  add_wait(task, plan.dgrad2_done(block), 1, plan.dgrad2_tiles);
+  add_access(task, RingBuffer::kDGateUp, kRead | kRelease, task.ring_block, 1);
+  add_bump(task, plan.dgrad1_done(block));
+  add_bump(task, plan.transfers_done());
+}
+
+MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int64_t index) {
+  const int64_t expert = plan.macro_first_expert(macro) + index / plan.wgrad_tiles();
+  const int64_t tile = index % plan.wgrad_tiles();
+  const bool second = tile < plan.wgrad2_tiles();
+  const int64_t tiles_n = second ? plan.wgrad2_tiles_n : plan.wgrad13_tiles_n;
+  const int64_t local_tile = second ? tile : tile - plan.wgrad2_tiles();
+  task.kind = second ? TaskKind::kWgrad2 : TaskKind::kWgrad13;
+  task.macrobatch = macro;
+  task.expert = expert;
+  task.tile_m = local_tile / tiles_n;
+  task.tile_n = local_tile % tiles_n;
+  task.order = wgrad_order(plan.shape, macro, index);
+  add_bump(task, plan.expert_wgrad_done(expert));
+  const int64_t macro_begin = plan.macro_first_block(macro), macro_end = macro_begin + plan.macro_blocks(macro);
+  const int64_t expert_begin = plan.expert_first_block(expert), expert_end = plan.expert_first_block(expert + 1);
+  if (expert_begin == expert_end) {
+    // tile_m, tile_n and the matrix are those of the tile; `first_block` tells which of the two it is.
+    task.kind = TaskKind::kZero;
+    task.first_block = second ? 0 : 1;
+    return;
+  }
+  const int64_t begin = expert_begin > macro_begin ? expert_begin : macro_begin;
+  const int64_t end = min_of(expert_end, macro_end);
+  task.first_block = begin;
+  task.num_blocks = end - begin;
+  task.continues = expert_begin < macro_begin;
+  task.continued = expert_end > macro_end;
+  add_wait(task, plan.dgrad2_done(begin), end - begin, plan.dgrad2_tiles);
+  if (task.continues) add_wait(task, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
+  if (task.continued) {
+    // The scratch tile is written; if another expert came into this macrobatch through it, that one must have read it.
+    const int64_t carried = plan.macro_first_expert(macro);
+    if (carried != expert && plan.expert_first_block(carried) < macro_begin) {
+      add_wait(task, plan.expert_wgrad_done(carried), 1, wgrad_target(plan, carried, macro));
+    }
+  }
+  const int64_t slot = plan.ring_block(begin);
+  if (second) {
+    add_access(task, RingBuffer::kDy, kRead | kRelease, slot, end - begin);
+    add_access(task, RingBuffer::kActivation, kRead | kRelease, slot, end - begin);
+  } else {
+    add_access(task, RingBuffer::kDGateUp, kRead | kRelease, slot, end - begin);
+    add_access(task, macro == 0 ? RingBuffer::kSavedX : RingBuffer::kX, kRead | kRelease, slot, end - begin);
+  }
+}
+
+MOK_HOST_DEVICE void fill_reduce(const Plan& plan, Task& task, int64_t index) {
+  task.kind = TaskKind::kReduce;
+  task.peer_wait = PeerWait::kDone;
+  task.order = closing_order(plan, 1, index);
+  task.first_row = index * kReduceTokens;
+  task.num_rows = min_of(kReduceTokens, plan.shape.num_tokens - task.first_row);
+}
+
+MOK_HOST_DEVICE Task forward_compute_task(const Plan& plan, int64_t ticket) {
+  Task task;
+  const int64_t per_block = plan.gemm1_tiles + plan.gemm2_tiles;
+  const int64_t gemm_tasks = plan.num_blocks * per_block;
+  if (ticket >= gemm_tasks) {
+    fill_reduce(plan, task, ticket - gemm_tasks);
+    return task;
+  }
+  // Walked from the last macrobatch, the only one that may be partial, to the first, whose activations are what is kept.
+  const int64_t last = plan.num_macrobatches - 1;
+  const int64_t head = plan.macro_blocks(last) * per_block;
+  int64_t walk = 0;
+  if (ticket >= head) {
+    ticket -= head;
+    walk = 1 + ticket / (plan.shape.macrobatch_blocks * per_block);
+    ticket %= plan.shape.macrobatch_blocks * per_block;
+  }
+  const int64_t macro = last - walk;
+  const SkewPosition at =
+      skew_position(ticket, plan.macro_blocks(macro), plan.shape.minibatch_blocks, plan.gemm1_tiles, plan.gemm2_tiles);
+  if (at.back) {
+    fill_gemm2(plan, task, walk, macro, at.minibatch, at.index);
+  } else {
+    fill_gemm1(plan, task, walk, macro, at.minibatch, at.index);
+  }
+  return task;
+}
+
+MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
+  Task task;
+  const int64_t tile_tasks = plan.macro_compute_offset[plan.num_macrobatches];
+  if (ticket >= tile_tasks) {
+    fill_reduce(plan, task, ticket - tile_tasks);
+    return task;
+  }
+  int64_t lo = 0, hi = plan.num_macrobatches;
+  while (hi - lo > 1) {
+    const int64_t mid = (lo + hi) / 2;
+    if (plan.macro_compute_offset[mid] <= ticket) {
+      lo = mid;
+    } else {
+      hi = mid;
+    }
+  }
+  const int64_t macro = lo;
+  ticket -= plan.macro_compute_offset[macro];
+  const int64_t replay = macro == 0 ? 0 : plan.gemm1_tiles;
+  const int64_t front = replay + plan.dgrad2_tiles;
+  const int64_t blocks = plan.macro_blocks(macro);
+  const int64_t dgrad_tasks = blocks * (front + plan.dgrad1_tiles);
+  if (ticket >= dgrad_tasks) {
+    fill_wgrad(plan, task, macro, ticket - dgrad_tasks);
+    return task;
+  }
+  const SkewPosition at = skew_position(ticket, blocks, plan.shape.minibatch_blocks, front, plan.dgrad1_tiles);
+  if (at.back) {
+    fill_dgrad1(plan, task, macro, at.minibatch, at.index);
+    return task;
+  }
+  const int64_t replay_tasks = minibatch_size_of(plan, macro, at.minibatch) * replay;
+  if (at.index < replay_tasks) {
+    fill_gemm1(plan, task, macro, macro, at.minibatch, at.index);
+  } else {
+    fill_dgrad2(plan, task, macro, at.minibatch, at.index - replay_tasks, at.index);
+  }
+  return task;
+}
+
+}  // namespace detail
+
+MOK_HOST_DEVICE Task compute_task(const Plan& plan, int64_t ticket) {
+  switch (plan.shape.pass) {
+    case Pass::kForward:
+      return detail::forward_compute_task(plan, ticket);
+    case Pass::kBackward:
+      return detail::backward_compute_task(plan, ticket);
+    case Pass::kRecompute:
+      break;
+  }
+  Task task;
+  const int64_t per_minibatch = plan.shape.minibatch_blocks * plan.gemm1_tiles;
+  detail::fill_gemm1(plan, task, 0, 0, ticket / per_minibatch, ticket % per_minibatch);
+  return task;
+}
+
+MOK_HOST_DEVICE Task comm_task(const Plan& plan, int64_t ticket) {
+  Task task;
+  if (ticket == plan.comm_tasks - 1) {
+    task.kind = TaskKind::kSignalDone;
+    task.stream = Stream::kComm;
+    task.order = detail::closing_order(plan, 0, 0);
+    detail::add_wait(task, plan.transfers_done(), 1, plan.transfers);
+    return task;
+  }
+  // Fetches of a macrobatch; the backward's later macrobatches fetch x and dy of each minibatch in turn.
+  const bool backward = plan.shape.pass == Pass::kBackward;
+  const bool descending = plan.shape.pass == Pass::kForward;
+  const int64_t last = plan.num_macrobatches - 1;
+  const int64_t head_macro = descending ? last : 0;
+  const int64_t head = plan.macro_blocks(head_macro) * kDispatchTasksPerBlock;
+  int64_t walk = 0;
+  int64_t fetches = 1;
+  if (ticket >= head) {
+    fetches = backward ? 2 : 1;
+    ticket -= head;
+    const int64_t per_macro = plan.shape.macrobatch_blocks * kDispatchTasksPerBlock * fetches;
+    walk = 1 + ticket / per_macro;
+    ticket %= per_macro;
+  }
+  const int64_t macro = descending ? last - walk : walk;
+  const int64_t per_minibatch = plan.shape.minibatch_blocks * kDispatchTasksPerBlock * fetches;
+  const int64_t minibatch = ticket / per_minibatch;
+  const int64_t index = ticket % per_minibatch;
+  const int64_t per_fetch = detail::minibatch_size_of(plan, macro, minibatch) * kDispatchTasksPerBlock;
+  const bool dy = backward && (macro == 0 || index >= per_fetch);
+  detail::fill_dispatch(plan, task, dy, walk, macro, minibatch, index % per_fetch);
+  return task;
+}
+
+}  // namespace mok

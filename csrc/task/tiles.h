@@ -1,0 +1,35 @@
+// Tile shapes of the task stream. One place, because the CPU executor and the kernels must agree on them: a counter's target is a number of tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace mok {
+
+// Rows of a tile; every expert's rows are padded to a multiple of it.
+constexpr int64_t kBlockRows = 128;
+// A block is fetched by several tasks, so that its first tiles need not wait for one worker to move 128 rows.
+constexpr int64_t kDispatchRows = 32;
+constexpr int64_t kDispatchTasksPerBlock = kBlockRows / kDispatchRows;
+// Columns of I in a gate/up tile: the B operand is these gate rows over the same up rows, 256 in all.
+constexpr int64_t kGateUpCols = 128;
+// Columns of H in a tile of the down projection and of its mirror, the gate/up input gradient.
+constexpr int64_t kHiddenCols = 256;
+// Columns of I in a tile of the down input gradient; the router-weight gradient has one partial sum per such tile.
+constexpr int64_t kActivationGradCols = 128;
+// Weight-gradient tiles, rows by columns of the weight.
+constexpr int64_t kWgradRows = 128;
+constexpr int64_t kWgradCols = 256;
+// Tokens that one task of the final sum takes.
+constexpr int64_t kReduceTokens = 32;
+// Tiles are walked column by column over groups of this many row blocks, so that neighbours in time share weights and rows in L2.
+constexpr int64_t kSwizzleBlocks = 8;
+
+MOK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+MOK_HOST_DEVICE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Element offset of a row. 64-bit: at H = 7168 the 299,594th row already lies beyond 2^31 elements.
+MOK_HOST_DEVICE int64_t row_offset(int64_t row, int64_t row_elements) { return row * row_elements; }
+
+}  // namespace mok
