@@ -96,8 +96,17 @@ class BuildLibrary(build_ext):
     def kernel_command(self, nvcc: str, source: Path, archs: list[str], target: Path) -> list[str]:
         cutlass = find_cutlass()
         if cutlass is None:
-            raise RuntimeError(f"CUTLASS headers are needed to build the kernels: pip install --no-deps {CUTLASS_REQUIREMENT}")
-        command = [nvcc, "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr", "-lineinfo"]
+            raise RuntimeError(
+                f"CUTLASS headers are needed to build the kernels: pip install --no-deps {CUTLASS_REQUIREMENT}"
+            )
+        command = [
+            nvcc,
+            "-O3",
+            "-std=c++17",
+            "-Xcompiler=-fPIC,-fvisibility=hidden",
+            "--expt-relaxed-constexpr",
+            "-lineinfo",
+        ]
         command += [f"-I{ROOT / 'csrc'}", f"-I{cutlass}", "-c", str(source), "-o", str(target), "--threads", "2"]
         for arch in archs:
             number = ARCHITECTURES[arch]

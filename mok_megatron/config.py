@@ -59,7 +59,11 @@ class MoKConfig:
         for name in ("minibatch_size", "macrobatch_size"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), BLOCK_ROWS, BLOCK_ROWS)
-        if self.minibatch_size is not None and self.macrobatch_size is not None and self.macrobatch_size % self.minibatch_size:
+        if (
+            self.minibatch_size is not None
+            and self.macrobatch_size is not None
+            and self.macrobatch_size % self.minibatch_size
+        ):
             raise MoKArgumentError(
                 f"macrobatch_size={self.macrobatch_size}: must be a multiple of minibatch_size={self.minibatch_size}"
             )
@@ -98,7 +102,9 @@ class MoKConfig:
         if isinstance(values, Mapping) and "mok" in values:
             values = values["mok"] or {}
         if not isinstance(values, Mapping):
-            raise MoKArgumentError(f"mok config {str(path)!r}: must hold a mapping of knobs, holds {type(values).__name__}")
+            raise MoKArgumentError(
+                f"mok config {str(path)!r}: must hold a mapping of knobs, holds {type(values).__name__}"
+            )
         return cls.from_mapping(values)
 
     def to_dict(self) -> dict[str, Any]:

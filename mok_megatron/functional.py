@@ -1,0 +1,382 @@
+"""Public functions: build_schedule, forward, recompute_forward_context, backward over a workspace. No autograd graph is built here.
+
+Every function is a collective call of the workspace's group: all ranks make the same calls in the same order, with any number of tokens each.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mok_megatron.config import MoKConfig
+from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
+from mok_megatron.executors.cpu import CpuPass, PassInputs, WeightGradTarget, run_pass
+from mok_megatron.ops import Pass, RouteFaultKind, find_route_fault, route_schedule
+from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, PassTag, StatusCode, poll
+from mok_megatron.schedule import MoKContext, MoKSchedule
+from mok_megatron.workspace import MoKWorkspace, clear_workspaces, get_workspace
+
+__all__ = [
+    "MoKContext",
+    "MoKSchedule",
+    "PassTag",
+    "backward",
+    "build_schedule",
+    "clear_workspaces",
+    "forward",
+    "get_workspace",
+    "recompute_forward_context",
+]
+
+WeightArgument = torch.Tensor | Sequence[torch.Tensor]
+GradArgument = torch.Tensor | Sequence[torch.Tensor | None] | None
+OverwriteArgument = bool | Sequence[bool]
+
+_BLOCK_ROWS = 128
+
+
+@contextlib.contextmanager
+def _call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassTag | None) -> Iterator[CallState]:
+    """One numbered call: what fails inside it on one rank is raised on all of them.
+
+    A refusal (a bad argument, too many rows) is published, the group waits until nobody touches anybody's memory any more, and goes on with
+    the next call. Anything else is fatal for the workspace.
+    """
+    workspace.check_usable()
+    protocol = workspace.protocol
+    state = CallState(protocol, protocol.call, kind, tag or PassTag(), config.timeout_seconds)
+    workspace.in_call = True
+    try:
+        try:
+            yield state
+        except (MoKArgumentError, MoKCapacityError) as error:
+            protocol.publish_status(state.call, StatusCode.REFUSED, str(error))
+            protocol.signal_entered(state.call, kind, state.tag)
+            _drain(state)
+            raise
+        except MoKPeerError:
+            if _is_fatal(state):
+                raise
+            _drain(state)
+            raise
+        protocol.advance()
+    except MoKTimeoutError as error:
+        _fail(workspace, state, StatusCode.TIMED_OUT, error, error.missing_ranks)
+        raise
+    except (MoKArgumentError, MoKCapacityError):
+        protocol.advance()
+        raise
+    except MoKPeerError as error:
+        if _is_fatal(state):
+            _fail(workspace, state, StatusCode.FAILED, error)
+        else:
+            protocol.advance()
+        raise
+    except BaseException as error:
+        fault = error if isinstance(error, MoKError) else MoKError(f"rank {workspace.rank}, {state.name}: {error!r}")
+        _fail(workspace, state, StatusCode.FAILED, fault)
+        raise
+    finally:
+        workspace.in_call = False
+
+
+def _fail(
+    workspace: MoKWorkspace, state: CallState, code: StatusCode, error: MoKError, missing: Sequence[int] = ()
+) -> None:
+    workspace.fail(error)
+    workspace.failure_raised = True
+    state.protocol.publish_status(state.call, code, str(error), missing)
+
+
+def _is_fatal(state: CallState) -> bool:
+    codes = [state.protocol.status(peer, state.call)[0] for peer in range(state.protocol.ep_size)]
+    return any(code in (StatusCode.TIMED_OUT, StatusCode.FAILED) for code in codes)
+
+
+def _drain(state: CallState) -> None:
+    """Leave a refused call: say that this rank is through with its peers' memory, and wait until they are with its own."""
+    protocol = state.protocol
+    flag = Flag.ENTERED if state.kind == CallKind.SCHEDULE else Flag.DONE
+    if flag == Flag.DONE:
+        protocol.signal_done(state.call)
+    poll(_ArrivalWait(state, flag, range(protocol.ep_size)), state.limit_seconds)
+
+
+class _ArrivalWait(FlagWait):
+    """A FlagWait that a refusal does not end."""
+
+    def ready(self) -> bool:
+        return not self.missing()
+
+
+def _check_tensor(
+    name: str, value: object, sizes: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise MoKArgumentError(f"{name}: must be a tensor, is {type(value).__name__}")
+    wanted = "[" + ", ".join("*" if size is None else str(size) for size in sizes) + "]"
+    if value.dim() != len(sizes) or any(w is not None and w != s for w, s in zip(sizes, value.shape, strict=True)):
+        raise MoKArgumentError(f"{name}: shape {list(value.shape)} must be {wanted}")
+    if value.dtype not in dtypes:
+        raise MoKArgumentError(f"{name}: dtype {value.dtype} must be {' or '.join(map(str, dtypes))}")
+    if value.device != device:
+        raise MoKArgumentError(f"{name}: device {value.device} must be {device}")
+
+
+def _expert_matrices(
+    name: str, value: object, workspace: MoKWorkspace, rows: int, cols: int, dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor | None]:
+    """E_local matrices [rows, cols] out of one tensor or a sequence; entries may be None."""
+    experts = workspace.num_local_experts
+    if isinstance(value, torch.Tensor):
+        _check_tensor(name, value, (experts, rows, cols), dtypes, workspace.device)
+        return list(value.unbind(0))
+    if not isinstance(value, Sequence) or len(value) != experts:
+        got = f"{len(value)} entries" if isinstance(value, Sequence) else type(value).__name__
+        raise MoKArgumentError(
+            f"{name}: must be a tensor or a sequence of {experts} tensors, one a local expert; is {got}"
+        )
+    for index, matrix in enumerate(value):
+        if matrix is not None:
+            _check_tensor(f"{name}[{index}]", matrix, (rows, cols), dtypes, workspace.device)
+    return list(value)
+
+
+def _weights(name: str, value: object, workspace: MoKWorkspace, rows: int, cols: int) -> list[torch.Tensor]:
+    matrices = _expert_matrices(name, value, workspace, rows, cols, (workspace.dtype,))
+    for index, matrix in enumerate(matrices):
+        if matrix is None:
+            raise MoKArgumentError(f"{name}[{index}]: must be a tensor, is None")
+    return matrices
+
+
+def _w13(value: object, workspace: MoKWorkspace) -> list[torch.Tensor]:
+    return _weights("w13", value, workspace, 2 * workspace.intermediate_size, workspace.hidden_size)
+
+
+def _w2(value: object, workspace: MoKWorkspace) -> list[torch.Tensor]:
+    return _weights("w2", value, workspace, workspace.hidden_size, workspace.intermediate_size)
+
+
+def _check_tokens(
+    workspace: MoKWorkspace, schedule: object, x: torch.Tensor, router_weights: torch.Tensor, x_name: str = "x"
+) -> None:
+    if not isinstance(schedule, MoKSchedule):
+        raise MoKArgumentError(f"schedule: must be a MoKSchedule, is {type(schedule).__name__}")
+    _check_tensor(x_name, x, (schedule.num_tokens, workspace.hidden_size), (workspace.dtype,), workspace.device)
+    _check_tensor(
+        "router_weights", router_weights, (schedule.num_tokens, workspace.topk), (torch.float32,), workspace.device
+    )
+
+
+def _needed_rows(
+    topk_experts: torch.Tensor, num_tokens: list[int], num_experts: int, num_local_experts: int
+) -> list[int]:
+    """Padded rows that each rank would need."""
+    counts = torch.zeros(num_experts, dtype=torch.int64)
+    for rank, tokens in enumerate(num_tokens):
+        routes = topk_experts[rank, :tokens].flatten()
+        counts += torch.bincount(routes[routes >= 0], minlength=num_experts)
+    padded = (counts + _BLOCK_ROWS - 1) // _BLOCK_ROWS * _BLOCK_ROWS
+    return padded.view(-1, num_local_experts).sum(dim=1).tolist()
+
+
+def build_schedule(
+    workspace: MoKWorkspace, config: MoKConfig, topk_experts: torch.Tensor, *, tag: PassTag | None = None
+) -> MoKSchedule:
+    """Gather every rank's routes and build this rank's schedule.
+
+    Args:
+        topk_experts: integer [T, K], global expert ids, -1 = no route; T may differ per rank and be 0.
+        tag: layer and microbatch for messages.
+
+    Raises (on every rank):
+        MoKArgumentError: wrong shape or dtype, more tokens than the workspace allows, an id out of range or twice in a row.
+        MoKCapacityError: a lowered schedule_capacity_multiplier leaves too few rows on some rank.
+        MoKTimeoutError, MoKPeerError: a rank did not come, or refused.
+    """
+    with _call(workspace, config, CallKind.SCHEDULE, tag) as state:
+        shape, rank = workspace.shape, workspace.rank
+        _check_tensor(
+            "topk_experts",
+            topk_experts,
+            (None, workspace.topk),
+            (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8),
+            workspace.device,
+        )
+        tokens = topk_experts.shape[0]
+        if tokens > workspace.num_local_tokens:
+            raise MoKArgumentError(
+                f"topk_experts: rank {rank} brings {tokens} tokens, must be at most num_local_tokens={workspace.num_local_tokens}"
+            )
+        wide = topk_experts.to(torch.int64)
+        out_of_range = (wide < -1) | (wide >= shape.num_experts)
+        # Narrow only what fits: an id beyond 32 bits must not wrap into a valid one.
+        routes = torch.where(out_of_range, shape.num_experts, wide).to(torch.int32).contiguous()
+        fault, token, slot, _ = find_route_fault(routes, shape.num_experts)
+        if fault != RouteFaultKind.NONE:
+            expert = int(wide[token, slot])
+            rule = (
+                f"must be -1 or in [0, {shape.num_experts})"
+                if fault == RouteFaultKind.OUT_OF_RANGE
+                else "must not repeat inside a token's row"
+            )
+            raise MoKArgumentError(f"topk_experts[{token}, {slot}]={expert} on rank {rank}: {rule}")
+        parity = state.call % 2
+        workspace.mine.topk_experts[parity, :tokens] = routes
+        workspace.mine.num_tokens[parity] = tokens
+        state.protocol.signal_entered(state.call, state.kind, state.tag)
+        poll(FlagWait(state, Flag.ENTERED, range(workspace.ep_size)), state.limit_seconds)
+
+        num_tokens = torch.stack([peer.num_tokens[parity] for peer in workspace.buffers])
+        gathered = torch.stack([peer.topk_experts[parity] for peer in workspace.buffers])
+        if shape.schedule_capacity_multiplier < 1:
+            needed = _needed_rows(gathered, num_tokens.tolist(), shape.num_experts, shape.num_local_experts)
+            worst = max(range(workspace.ep_size), key=needed.__getitem__)
+            if needed[worst] > shape.capacity_rows:
+                raise MoKCapacityError(
+                    f"rank {worst} needs {needed[worst]} rows (padded), available are {shape.capacity_rows} with "
+                    f"schedule_capacity_multiplier={shape.schedule_capacity_multiplier}; rows needed by rank: {needed}. "
+                    "No row was dropped; raise the multiplier",
+                    rank=worst,
+                    needed_rows=needed[worst],
+                    available_rows=shape.capacity_rows,
+                )
+        tables = route_schedule(gathered, num_tokens, rank, shape.num_local_experts, shape.capacity_rows)
+        return MoKSchedule(tokens, *tables, topk_experts=routes)
+
+
+def _new_context(workspace: MoKWorkspace) -> MoKContext:
+    rows, inner = workspace.macrobatch_size, workspace.intermediate_size
+    return MoKContext(
+        torch.empty(rows, workspace.hidden_size, dtype=workspace.dtype, device=workspace.device),
+        torch.empty(rows, 2 * inner, dtype=workspace.dtype, device=workspace.device),
+    )
+
+
+def forward(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: MoKSchedule,
+    x: torch.Tensor,
+    router_weights: torch.Tensor,
+    w13: WeightArgument,
+    w2: WeightArgument,
+    *,
+    save_context: bool = True,
+    tag: PassTag | None = None,
+) -> tuple[torch.Tensor, MoKContext | None]:
+    """y[t] = sum over the routes k of token t of w2[e] (silu(gate) * up * p[t, k]) with [gate; up] = w13[e] x[t].
+
+    Args:
+        x: [T, H] in the workspace's dtype. router_weights: fp32 [T, K]; entries of -1 routes are ignored.
+        w13: [E_local, 2I, H] or E_local tensors [2I, H], gate rows first. w2: [E_local, H, I] or E_local tensors [H, I].
+        save_context: keep what `backward` needs; False under no_grad.
+
+    Returns:
+        y [T, H] and the context, None without save_context.
+
+    Raises (on every rank): MoKArgumentError, MoKTimeoutError, MoKPeerError.
+    """
+    with _call(workspace, config, CallKind.FORWARD, tag) as state:
+        _check_tokens(workspace, schedule, x, router_weights)
+        inputs = PassInputs(x, router_weights, _w13(w13, workspace), _w2(w2, workspace))
+        inputs.context = _new_context(workspace) if save_context else None
+        outputs = run_pass(CpuPass(workspace, schedule, state, Pass.FORWARD, inputs))
+        return outputs.tokens, inputs.context
+
+
+def recompute_forward_context(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: MoKSchedule,
+    x: torch.Tensor,
+    router_weights: torch.Tensor,
+    w13: WeightArgument,
+    *,
+    tag: PassTag | None = None,
+) -> MoKContext:
+    """The context that `forward` would have kept, bit for bit, for activation checkpointing. Arguments and errors as `forward`."""
+    with _call(workspace, config, CallKind.RECOMPUTE, tag) as state:
+        _check_tokens(workspace, schedule, x, router_weights)
+        inputs = PassInputs(x, router_weights, _w13(w13, workspace), context=_new_context(workspace))
+        run_pass(CpuPass(workspace, schedule, state, Pass.RECOMPUTE, inputs))
+        return inputs.context
+
+
+def _targets(
+    name: str, grads: GradArgument, overwrite: object, workspace: MoKWorkspace, rows: int, cols: int
+) -> list[WeightGradTarget]:
+    experts = workspace.num_local_experts
+    if grads is None:
+        return [WeightGradTarget(None, False)] * experts
+    tensors = _expert_matrices(f"main_grads ({name})", grads, workspace, rows, cols, (torch.float32, torch.bfloat16))
+    flags = [overwrite] * experts if isinstance(overwrite, bool) else overwrite
+    if not isinstance(flags, Sequence) or len(flags) != experts or not all(isinstance(flag, bool) for flag in flags):
+        raise MoKArgumentError(
+            f"overwrite_main_grads ({name})={overwrite!r}: must be a bool or a sequence of {experts} bools"
+        )
+    return [WeightGradTarget(tensor, flag) for tensor, flag in zip(tensors, flags, strict=True)]
+
+
+def _fresh_like(weights: WeightArgument) -> torch.Tensor | list[torch.Tensor]:
+    if isinstance(weights, torch.Tensor):
+        return torch.empty_like(weights)
+    return [torch.empty_like(weight) for weight in weights]
+
+
+def backward(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: MoKSchedule,
+    ctx: MoKContext,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    router_weights: torch.Tensor,
+    w13: WeightArgument,
+    w2: WeightArgument,
+    *,
+    main_grads: tuple[GradArgument, GradArgument] | None = None,
+    overwrite_main_grads: tuple[OverwriteArgument, OverwriteArgument] = (False, False),
+    tag: PassTag | None = None,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | list[torch.Tensor] | None,
+    torch.Tensor | list[torch.Tensor] | None,
+]:
+    """Gradients of `forward`.
+
+    Args:
+        ctx: the context of `forward` or `recompute_forward_context` with the same arguments; it is only read.
+        dy: [T, H]. Other operands as in `forward`.
+        main_grads: for w13 and for w2: None (no gradient wanted), a tensor of all experts, or E_local tensors of which None takes no gradient;
+            fp32 or bf16, of the weights' shapes. The gradient, summed in fp32, is added once; a bf16 tensor is rounded once.
+        overwrite_main_grads: for w13 and for w2, a bool or one an expert: write over the tensor instead.
+
+    Returns:
+        dx [T, H], d_router_weights fp32 [T, K] (0 for -1 routes), dw13, dw2: new tensors in the weights' dtype, or None with main_grads.
+
+    Raises (on every rank): MoKArgumentError, MoKTimeoutError, MoKPeerError.
+    """
+    with _call(workspace, config, CallKind.BACKWARD, tag) as state:
+        _check_tokens(workspace, schedule, x, router_weights)
+        hidden, inner = workspace.hidden_size, workspace.intermediate_size
+        _check_tensor("dy", dy, (schedule.num_tokens, hidden), (workspace.dtype,), workspace.device)
+        if not isinstance(ctx, MoKContext):
+            raise MoKArgumentError(f"ctx: must be a MoKContext, is {type(ctx).__name__}")
+        rows = workspace.macrobatch_size
+        _check_tensor("ctx.x_rows", ctx.x_rows, (rows, hidden), (workspace.dtype,), workspace.device)
+        _check_tensor("ctx.gate_up", ctx.gate_up, (rows, 2 * inner), (workspace.dtype,), workspace.device)
+        inputs = PassInputs(x, router_weights, _w13(w13, workspace), _w2(w2, workspace), dy, ctx)
+        fresh = main_grads is None
+        if fresh:
+            main_grads, overwrite_main_grads = (_fresh_like(w13), _fresh_like(w2)), (True, True)
+        for name, pair in (("main_grads", main_grads), ("overwrite_main_grads", overwrite_main_grads)):
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {type(pair).__name__}")
+        inputs.grads13 = _targets("w13", main_grads[0], overwrite_main_grads[0], workspace, 2 * inner, hidden)
+        inputs.grads2 = _targets("w2", main_grads[1], overwrite_main_grads[1], workspace, hidden, inner)
+        outputs = run_pass(CpuPass(workspace, schedule, state, Pass.BACKWARD, inputs))
+        dw13, dw2 = main_grads if fresh else (None, None)
+        return outputs.tokens, outputs.d_router_weights, dw13, dw2

@@ -1,0 +1,274 @@
+"""Protocol between the ranks of a group: per-peer flags with call numbers, refusal, and bounded waits.
+
+Every schedule exchange and every pass is a *call*, numbered alike on all ranks. Each rank owns one row of flags for each peer, written by that
+peer alone:
+
+* ENTERED: the peer's inputs of this call are in place.
+* DONE: the peer's last pull from me and last push to me of this call are complete. Stored by every pass to every peer, also to one with which
+  no row was exchanged and by passes that only pull.
+* SIGNATURE: which pass of which layer the peer entered; a difference means that ranks run different programs.
+* STATUS_*: a refusal (the call failed on the peer; the group stays usable) or a fatal fault (it does not).
+
+A rank pulls from or pushes to a peer only after that peer's ENTERED reached the call; a pass ends when DONE of all peers did. Nobody is ever
+more than one pass ahead, so the buffers are free at the next entry.
+"""
+
+import dataclasses
+import enum
+import time
+from collections.abc import Generator, Sequence
+from typing import Protocol as TypingProtocol
+
+import torch
+
+from mok_megatron import ops
+from mok_megatron.errors import MoKError, MoKPeerError, MoKTimeoutError
+
+TEXT_BYTES = 2048
+
+
+class Flag(enum.IntEnum):
+    """Words of a peer's row."""
+
+    ENTERED = 0
+    DONE = 1
+    SIGNATURE = 2
+    STATUS_CALL = 3
+    STATUS_CODE = 4
+    STATUS_MISSING = 5  # bit mask of ranks that a timed-out peer misses
+    STATUS_LENGTH = 6
+
+
+class StatusCode(enum.IntEnum):
+    OK = 0
+    REFUSED = 1  # this call only
+    TIMED_OUT = 2  # fatal from here on
+    FAILED = 3  # fatal from here on
+
+
+class CallKind(enum.IntEnum):
+    FORWARD = 0
+    RECOMPUTE = 1
+    BACKWARD = 2
+    SCHEDULE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PassTag:
+    """Where a call stands in the model, for messages: layer number and microbatch."""
+
+    layer: int | None = None
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        layer = "unknown" if self.layer is None else str(self.layer)
+        microbatch = "unknown" if self.microbatch is None else str(self.microbatch)
+        return f"layer {layer}, microbatch {microbatch}"
+
+
+class Wait(TypingProtocol):
+    """Something that a worker waits for."""
+
+    def ready(self) -> bool:
+        """Whether the wait is over. Raises when it never will be."""
+
+
+Steps = Generator[Wait | None, None, None]
+
+
+_SIGNATURE_LAYER_BITS = 20
+_SIGNATURE_KIND_BITS = 4
+
+
+def _signature(call: int, kind: CallKind, tag: PassTag) -> int:
+    layer = 0 if tag.layer is None else (tag.layer + 1) % (1 << _SIGNATURE_LAYER_BITS)
+    return (((call << _SIGNATURE_KIND_BITS) | kind) << _SIGNATURE_LAYER_BITS) | layer
+
+
+def _describe_signature(signature: int) -> str:
+    layer = signature % (1 << _SIGNATURE_LAYER_BITS)
+    kind = CallKind((signature >> _SIGNATURE_LAYER_BITS) % (1 << _SIGNATURE_KIND_BITS))
+    return f"{kind.name.lower()} of layer {'unknown' if layer == 0 else layer - 1}"
+
+
+@dataclasses.dataclass
+class FlagMemory:
+    """Flags of one rank: int64 [EP, len(Flag)] and the peers' messages, uint8 [EP, TEXT_BYTES]. Row p is written by rank p only."""
+
+    words: torch.Tensor
+    texts: torch.Tensor
+
+
+class GroupProtocol:
+    """One rank's side of the protocol.
+
+    Args:
+        rank: in the group.
+        flags: FlagMemory of every rank, this one's included.
+        call_number: int64 [1], the number of the last finished call. It lives in memory that a replayed launch reads again, never in an
+            argument of a launch.
+    """
+
+    def __init__(self, rank: int, flags: Sequence[FlagMemory], call_number: torch.Tensor) -> None:
+        self.rank = rank
+        self.ep_size = len(flags)
+        self.flags = flags
+        self._call_number = call_number
+
+    @property
+    def call(self) -> int:
+        """Number of the call that runs now, or would run next."""
+        return ops.load_flag(self._call_number, 0) + 1
+
+    def advance(self) -> None:
+        """End of a call: the last worker out makes the next call's number current."""
+        ops.store_flag(self._call_number, 0, self.call)
+
+    def _store(self, peer: int, flag: Flag, value: int) -> None:
+        ops.store_flag(self.flags[peer].words, self.rank * len(Flag) + flag, value)
+
+    def _load(self, peer: int, flag: Flag) -> int:
+        return ops.load_flag(self.flags[self.rank].words, peer * len(Flag) + flag)
+
+    def signal_entered(self, call: int, kind: CallKind, tag: PassTag) -> None:
+        for peer in range(self.ep_size):
+            self._store(peer, Flag.SIGNATURE, _signature(call, kind, tag))
+            self._store(peer, Flag.ENTERED, call)
+
+    def signal_done(self, call: int) -> None:
+        for peer in range(self.ep_size):
+            self._store(peer, Flag.DONE, call)
+
+    def publish_status(self, call: int, code: StatusCode, text: str, missing: Sequence[int] = ()) -> None:
+        """Tell every peer that this call failed here."""
+        data = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES] or b" "), dtype=torch.uint8)
+        for peer in range(self.ep_size):
+            self.flags[peer].texts[self.rank, : len(data)] = data
+            self._store(peer, Flag.STATUS_LENGTH, len(data))
+            self._store(peer, Flag.STATUS_MISSING, sum(1 << rank for rank in missing))
+            self._store(peer, Flag.STATUS_CALL, call)
+            self._store(peer, Flag.STATUS_CODE, code)
+
+    def arrived(self, flag: Flag, peer: int, call: int) -> bool:
+        """Whether a peer's flag has reached the call."""
+        return self._load(peer, flag) >= call
+
+    def arrivals(self, flag: Flag) -> tuple[int, ...]:
+        """What each peer's flag says."""
+        return tuple(self._load(peer, flag) for peer in range(self.ep_size))
+
+    def status(self, peer: int, call: int) -> tuple[StatusCode, str, tuple[int, ...]]:
+        """A peer's status in this call: code, its message, and the ranks that it misses."""
+        code = StatusCode(self._load(peer, Flag.STATUS_CODE))
+        if code == StatusCode.OK or (code == StatusCode.REFUSED and self._load(peer, Flag.STATUS_CALL) != call):
+            return StatusCode.OK, "", ()
+        length = self._load(peer, Flag.STATUS_LENGTH)
+        text = bytes(self.flags[self.rank].texts[peer, :length].tolist()).decode(errors="replace")
+        mask = self._load(peer, Flag.STATUS_MISSING)
+        return code, text, tuple(rank for rank in range(self.ep_size) if mask >> rank & 1)
+
+    def check_signature(self, peer: int, call: int, kind: CallKind, tag: PassTag) -> None:
+        """Raise when a peer that entered this call runs another pass or layer in it."""
+        theirs = self._load(peer, Flag.SIGNATURE)
+        mine = _signature(call, kind, tag)
+        shift = _SIGNATURE_LAYER_BITS + _SIGNATURE_KIND_BITS
+        # A peer may already have entered the next call and overwritten its signature; then there is nothing to compare.
+        if theirs >> shift == call and theirs != mine:
+            raise MoKError(
+                f"rank {self.rank} runs {_describe_signature(mine)} as call {call} of the group, but rank {peer} runs "
+                f"{_describe_signature(theirs)}: all ranks of an expert-parallel group must run the same passes in the same order"
+            )
+
+
+@dataclasses.dataclass
+class CallState:
+    """A running call: what its waits need to explain themselves."""
+
+    protocol: GroupProtocol
+    call: int
+    kind: CallKind
+    tag: PassTag
+    limit_seconds: float
+    started: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name.lower()} of {self.tag} (call {self.call})"
+
+    def check_peers(self) -> None:
+        """Raise when a peer refused this call or is lost."""
+        for peer in range(self.protocol.ep_size):
+            if peer != self.protocol.rank:
+                self._check_peer(peer)
+
+    def _check_peer(self, peer: int) -> None:
+        code, text, missing = self.protocol.status(peer, self.call)
+        if code == StatusCode.OK:
+            return
+        me = self.protocol.rank
+        if code == StatusCode.TIMED_OUT:
+            raise self.timeout_error(Flag.DONE, missing, f"rank {peer} reports: {text}")
+        verb = "refused" if code == StatusCode.REFUSED else "failed in"
+        raise MoKPeerError(f"rank {me}, {self.name}: rank {peer} {verb} it: {text}", peer=peer)
+
+    def timeout_error(self, flag: Flag, missing: Sequence[int], detail: str = "") -> MoKTimeoutError:
+        arrivals = self.protocol.arrivals(flag)
+        waited = time.monotonic() - self.started
+        seen = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(arrivals))
+        count = sum(value >= self.call for value in arrivals)
+        message = (
+            f"rank {self.protocol.rank} of {self.protocol.ep_size}: rank(s) {', '.join(map(str, missing))} missing in "
+            f"{self.kind.name.lower()} of {self.tag}; phase '{flag.name.lower()}', expected call {self.call} of "
+            f"{self.protocol.ep_size} ranks, arrived {count} ({seen}); waited {waited:.1f} s, limit {self.limit_seconds:g} s"
+        )
+        return MoKTimeoutError(
+            f"{message}; {detail}" if detail else message,
+            rank=self.protocol.rank,
+            missing_ranks=tuple(missing),
+            layer=self.tag.layer,
+            microbatch=self.tag.microbatch,
+            phase=flag.name.lower(),
+            expected=self.call,
+            arrived=arrivals,
+            waited_seconds=waited,
+            limit_seconds=self.limit_seconds,
+        )
+
+
+@dataclasses.dataclass
+class FlagWait:
+    """Wait until a flag of each of the peers has reached the call."""
+
+    state: CallState
+    flag: Flag
+    peers: Sequence[int]
+
+    def ready(self) -> bool:
+        protocol, call = self.state.protocol, self.state.call
+        # Loads are ordered: a peer stores its status before its flag, so a status that belongs to an arrived flag is seen here.
+        ready = all(protocol.arrived(self.flag, peer, call) for peer in self.peers)
+        self.state.check_peers()
+        if ready and self.flag == Flag.ENTERED:
+            for peer in self.peers:
+                protocol.check_signature(peer, call, self.state.kind, self.state.tag)
+        return ready
+
+    def missing(self) -> tuple[int, ...]:
+        return tuple(peer for peer in self.peers if not self.state.protocol.arrived(self.flag, peer, self.state.call))
+
+
+def poll(wait: FlagWait, limit_seconds: float) -> None:
+    """Block until a wait is over.
+
+    Raises:
+        MoKTimeoutError: it was not within the limit.
+        MoKPeerError: a peer refused or failed.
+    """
+    start = time.monotonic()
+    delay = 0.0
+    while not wait.ready():
+        if time.monotonic() - start > limit_seconds:
+            raise wait.state.timeout_error(wait.flag, wait.missing())
+        # Ranks may share cores: yield at once, then back off to a millisecond.
+        time.sleep(delay)
+        delay = min(1e-3, delay * 2 + 1e-6)

@@ -1,0 +1,98 @@
+"""A thread that raises a peer's fatal fault also when Python is blocked outside of this package.
+
+While a rank computes elsewhere, or waits in another library's collective for a rank that is gone, nobody looks at the flags. The thread does:
+on a peer's time-out or failure it raises in the main thread, and where that cannot run Python it prints the message and ends the process.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from mok_megatron.errors import MoKError, MoKPeerError
+from mok_megatron.protocol import StatusCode
+
+if TYPE_CHECKING:
+    from mok_megatron.workspace import MoKWorkspace
+
+POLL_SECONDS = 0.25
+# A blocked main thread gets this long to take the exception before the process is ended.
+GRACE_SECONDS = 5.0
+EXIT_CODE = 74
+
+_watched: "weakref.WeakSet[MoKWorkspace]" = weakref.WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def watch(workspace: "MoKWorkspace") -> None:
+    """Look at a workspace's flags from now on."""
+    global _thread
+    if workspace.ep_size == 1:
+        return
+    with _lock:
+        _watched.add(workspace)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="mok_megatron.watchdog", daemon=True)
+            _thread.start()
+
+
+def unwatch(workspace: "MoKWorkspace") -> None:
+    with _lock:
+        _watched.discard(workspace)
+
+
+def find_fault(workspace: "MoKWorkspace") -> MoKPeerError | None:
+    """A peer's fatal fault that this rank has not raised yet."""
+    protocol = workspace.protocol
+    for peer in range(workspace.ep_size):
+        if peer == workspace.rank:
+            continue
+        code, text, _ = protocol.status(peer, -1)
+        if code in (StatusCode.TIMED_OUT, StatusCode.FAILED):
+            return MoKPeerError(f"rank {workspace.rank}: rank {peer} is lost: {text}", peer=peer)
+    return None
+
+
+def _raise_in_main_thread(workspace: "MoKWorkspace", fault: MoKPeerError) -> None:
+    def instantiate(self: MoKPeerError) -> None:
+        # Runs when the main thread takes the exception.
+        workspace.failure_raised = True
+        MoKPeerError.__init__(self, str(fault), peer=fault.peer)
+
+    # The interpreter raises a class, not an instance, from another thread.
+    error = type("MoKPeerError", (MoKPeerError,), {"__init__": instantiate})
+    ident = threading.main_thread().ident
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
+
+
+def _run() -> None:
+    deadlines: dict[int, tuple[float, MoKError]] = {}
+    while True:
+        time.sleep(POLL_SECONDS)
+        with _lock:
+            workspaces = list(_watched)
+        for workspace in workspaces:
+            if workspace.in_call or workspace.failure_raised:
+                # Waits inside a call look at the flags themselves.
+                deadlines.pop(id(workspace), None)
+                continue
+            fault = find_fault(workspace)
+            if fault is None:
+                continue
+            if id(workspace) not in deadlines:
+                deadlines[id(workspace)] = (time.monotonic() + GRACE_SECONDS, fault)
+                workspace.fail(fault)
+                _raise_in_main_thread(workspace, fault)
+            elif time.monotonic() > deadlines[id(workspace)][0]:
+                with contextlib.suppress(Exception):
+                    print(
+                        f"mok_megatron: {fault}; this process is blocked elsewhere and ends",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                os._exit(EXIT_CODE)
