@@ -29,7 +29,7 @@ class DemoSettings:
     seq_length: int = 64
     micro_batch_size: int = 2
     num_microbatches: int = 2
-    timeout_seconds: float = 1200.0
+    timeout_seconds: float = 900.0
     # Fixed: the mock data counts upwards, which a vocabulary of this size learns within 50 steps at this rate.
     vocab_size: int = 256
     learning_rate: float = 2e-3
@@ -37,7 +37,7 @@ class DemoSettings:
     def __post_init__(self) -> None:
         for name in ("steps", "num_layers", "topk", "micro_batch_size", "num_microbatches"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("ranks", self.ranks in (1, 2, 4, 8), "1, 2, 4 or 8 (one process each; it is also the EP size)")
+        self._require("ranks", 1 <= self.ranks <= 8, "between 1 and 8 (one process each; it is also the EP size)")
         self._require("seed", 0 <= self.seed < 2**31, "between 0 and 2147483647")
         self._require("dtype", self.dtype in ("bf16", "fp32"), "bf16 or fp32")
         for name in ("hidden_size", "ffn_hidden_size"):

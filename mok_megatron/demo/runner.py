@@ -1,0 +1,96 @@
+"""Starts the demo's processes, watches them, and turns what they leave into the report and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mok_megatron.demo import report
+from mok_megatron.demo.settings import DemoSettings
+
+EXIT_AGREES = 0
+EXIT_DIFFERS = 1
+EXIT_FAILED = 3
+"""2 is the exit code of a wrong argument, as everywhere."""
+
+
+def run_demo(settings: DemoSettings) -> int:
+    """Trains, compares, writes the report into ``settings.out`` and prints it.
+
+    Returns:
+        0: MoK stayed within four times the floor. 1: it did not. 3: the training itself failed or took longer than
+        ``settings.timeout_seconds``; no report is written then, and no process is left behind.
+    """
+    machine = _machine()
+    # The CPU executor is what this version has: Megatron must not pick a GPU for tensors that MoK then refuses.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    print(f"MoK runs on the {machine['executor']}: {machine['executor_reason']}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="mok-demo-") as scratch:
+        error = _train(settings, scratch)
+        if error is not None:
+            print(f"mok-megatron demo: training failed\n{error}", file=sys.stderr)
+            return EXIT_FAILED
+        runs = json.loads(Path(scratch, "runs.json").read_text())
+    summary = report.summarise(settings.to_dict(), machine, runs)
+    paths = report.write(summary, settings.out)
+    print(report.to_markdown(summary))
+    print("written: " + ", ".join(str(path) for path in paths))
+    return EXIT_AGREES if summary["passed"] else EXIT_DIFFERS
+
+
+def _train(settings: DemoSettings, scratch: str) -> str | None:
+    """Runs one process a rank. Returns None when all succeeded, else what went wrong; no process is left either way."""
+    import torch.multiprocessing as multiprocessing
+
+    deadline = time.monotonic() + settings.timeout_seconds
+    context = multiprocessing.start_processes(
+        _train_rank, args=(settings, scratch), nprocs=settings.ranks, join=False, start_method="spawn"
+    )
+    try:
+        while not context.join(timeout=0.5):  # raises, after ending the others, when a process fails
+            if time.monotonic() > deadline:
+                return f"not finished after --timeout-seconds {settings.timeout_seconds:g}; all processes were ended"
+    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        return str(error).strip()
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return None
+
+
+def _train_rank(rank: int, settings: DemoSettings, scratch: str) -> None:
+    from mok_megatron.demo.train import train_rank  # Megatron-Core is imported here, in the training process only
+
+    train_rank(rank, settings, scratch)
+
+
+def _machine() -> dict[str, object]:
+    import importlib.metadata
+
+    import torch
+
+    from mok_megatron import __version__
+    from mok_megatron.doctor import find_gpus
+
+    gpus = find_gpus()
+    reason = (
+        f"{len(gpus)} GPU(s) found and left unused, as this version of mok_megatron has no GPU executor yet"
+        if gpus
+        else "no NVIDIA GPU found"
+    )
+    return {
+        "executor": "CPU executor",
+        "executor_reason": reason + ".",
+        "mok_megatron": __version__,
+        "megatron-core": importlib.metadata.version("megatron-core"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+    }
