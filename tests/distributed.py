@@ -143,7 +143,7 @@ def _worker(conn: Connection, rank: int, world_size: int, folder: str, env: dict
             _job_group = groups[ranks]
             reply = {"status": "ok", "value": fn(rank, *args)}
             data = pickle.dumps(reply)
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        except BaseException as exc:  # whatever it is, the parent must hear of it
             reply = _exception_fields(exc)
             data = pickle.dumps(reply)
             code = 1 if not isinstance(exc, SystemExit) else (exc.code if isinstance(exc.code, int) else 1)

@@ -26,8 +26,9 @@ values, where
 * fp32 evaluation of silu and silu' adds a few units of 2^-24 (``_ELEMENTARY``), silu' relative to its uncancelled terms, since it
   is a difference that can vanish.
 
-So c = 1 in both parts, where 4 would be allowed. The dtype part is a worst case: nothing rounds more often than listed, so nothing can exceed it. Second-order
-terms are kept: products carry ``e_a * e_b``, and silu carries its curvature, since gate may be off by 2^-8.
+So c = 1 in both parts, where 4 would be allowed. The dtype part is a worst case: nothing rounds more often than listed, so
+nothing can exceed it. Second-order terms are kept: products carry ``e_a * e_b``, and silu carries its curvature, since gate may
+be off by 2^-8.
 ``tests/cpu/test_oracle.py`` shows both halves: an independent executor with the right roundings stays inside, and planted
 mistakes get out.
 """

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..errors import MoKArgumentError
+from mok_megatron.errors import MoKArgumentError
 
 GROUPS = 8
 _BURST_PERIOD = 4
@@ -36,15 +36,17 @@ def _share(total: int, weights: Sequence[float], cap: int) -> list[int]:
     left = total
     while left:
         open_to = [i for i, weight in enumerate(weights) if weight > 0 and counts[i] < cap]
-        if not open_to:  # every wanted expert is full: the rest goes wherever there is room
-            open_to = [i for i in range(len(weights)) if counts[i] < cap]
+        if not open_to:  # every wanted one is full: the rest goes wherever there is room
             weights = [1.0] * len(weights)
+            continue
         scale = left / sum(weights[i] for i in open_to)
-        quotas = {i: weights[i] * scale for i in open_to}
-        added = {i: min(int(quotas[i]), cap - counts[i]) for i in open_to}
-        if not any(added.values()):
-            order = sorted(open_to, key=lambda i: (int(quotas[i]) - quotas[i], i))
-            added = dict.fromkeys(order[:left], 1)
+        quotas = {i: min(weights[i] * scale, cap - counts[i]) for i in open_to}
+        added = {i: int(quota) for i, quota in quotas.items()}
+        over = left - sum(added.values())
+        if over <= len(open_to):  # little but fractions is left: hand them out, largest first
+            for i in sorted(open_to, key=lambda i: (added[i] - quotas[i], i))[:over]:
+                if counts[i] + added[i] < cap:
+                    added[i] += 1
         for i, count in added.items():
             counts[i] += count
             left -= count

@@ -56,10 +56,8 @@ def emulate(
         if mistake == "row_off_by_one_in_one_expert" and expert == busiest:
             xr = xr.roll(1, 0)
         a13, a2 = w13[expert].float(), w2[expert].float()
-        if mistake == "last_k_column_missing_in_gemm1":
-            gate_up = rnd(xr[:, :-1] @ a13[:, :-1].T)
-        else:
-            gate_up = rnd(xr @ a13.T)
+        width = -1 if mistake == "last_k_column_missing_in_gemm1" else None
+        gate_up = rnd(xr[:, :width] @ a13[:, :width].T)
         gate, up = gate_up[:, :inter], gate_up[:, inter:]
         if mistake == "gate_up_swapped":
             gate, up = up, gate
@@ -67,10 +65,8 @@ def emulate(
         act = gate * sigma
         weight = {"p_applied_twice": p * p, "p_missing": torch.ones_like(p)}.get(mistake or "", p)
         h = rnd(act * up * weight)
-        if mistake == "last_k_column_missing_in_gemm2":
-            rows[token, slot] = rnd(h[:, :-1] @ a2[:, :-1].T)
-        else:
-            rows[token, slot] = rnd(h @ a2.T)
+        width = -1 if mistake == "last_k_column_missing_in_gemm2" else None
+        rows[token, slot] = rnd(h[:, :width] @ a2[:, :width].T)
         a = dyr @ a2
         dots = (a * act * up).sum(1)
         d_p[token, slot] = dots / p[:, 0] if mistake == "d_p_divided_by_p" else dots
