@@ -1,0 +1,104 @@
+"""What a run asked of MoK: the backend and its knobs, resolved once a layer from the call, Megatron's arguments and the environment."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from mok_megatron.config import MoKConfig
+from mok_megatron.errors import MoKArgumentError
+
+BACKENDS = ("megatron", "mok", "alltoall", "deepep", "hybridep")
+"""``megatron``: Megatron's own flags as they are. The last three: a stock dispatcher, set by this one flag."""
+
+BACKEND_VARIABLE = "MOK_MOE_BACKEND"
+"""Environment variable that selects the backend where the command line has no such flag (``--yaml-cfg``, tests)."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The backend of the layers built from now on, and what configures it."""
+
+    backend: str = "megatron"
+    config: MoKConfig = field(default_factory=MoKConfig)
+    max_tokens_per_rank: int | None = None
+    log_expert_load: bool = False
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What ``apply_mok_to_megatron`` was called with; None = not chosen."""
+
+    backend: str | None = None
+    config: MoKConfig | None = None
+    max_tokens_per_rank: int | None = None
+    log_expert_load: bool | None = None
+
+
+_chosen = _Chosen()
+
+
+def choose(backend: str | None, config: MoKConfig | None, max_tokens_per_rank: int | None, log_expert_load: bool | None) -> None:
+    """Sets what the program chose; it goes before Megatron's arguments and the environment."""
+    global _chosen
+    if backend is not None:
+        check_backend(backend, "backend")
+    _chosen = _Chosen(backend, config, max_tokens_per_rank, log_expert_load)
+
+
+def check_backend(value: Any, source: str) -> str:
+    """``value`` if it names a backend.
+
+    Raises:
+        MoKArgumentError: it does not; names ``source``.
+    """
+    if value not in BACKENDS:
+        raise MoKArgumentError(f"{source} is {value!r}; it must be one of {', '.join(BACKENDS)}")
+    return value
+
+
+def backend_from_environment() -> str | None:
+    """The backend that ``MOK_MOE_BACKEND`` names, or None where it is unset or empty."""
+    value = os.environ.get(BACKEND_VARIABLE)
+    return check_backend(value, f"environment variable {BACKEND_VARIABLE}") if value else None
+
+
+def resolve(args: Namespace | None) -> RunSettings:
+    """The settings in force.
+
+    Args:
+        args: Megatron's arguments (``get_args()``), or None where the program has none.
+
+    Raises:
+        MoKArgumentError: a value is not one of those allowed.
+    """
+    backend = _chosen.backend or _backend_from_args(args) or backend_from_environment() or "megatron"
+    config = _chosen.config or config_from_args(args)
+    max_tokens = _chosen.max_tokens_per_rank
+    if max_tokens is None:
+        max_tokens = getattr(args, "mok_max_tokens_per_rank", None)
+    if max_tokens is not None and max_tokens < 1:
+        raise MoKArgumentError(f"--mok-max-tokens-per-rank is {max_tokens}; it must be at least 1")
+    log_load = _chosen.log_expert_load
+    if log_load is None:
+        log_load = bool(getattr(args, "mok_log_expert_load", False))
+    return RunSettings(backend, config, max_tokens, log_load)
+
+
+def _backend_from_args(args: Namespace | None) -> str | None:
+    value = getattr(args, "moe_backend", None)
+    return None if value is None else check_backend(value, "--moe-backend")
+
+
+def config_from_args(args: Namespace | None) -> MoKConfig:
+    """MoKConfig of ``--mok-config`` (a YAML file) with the single ``--mok-*`` flags on top.
+
+    Raises:
+        MoKArgumentError: the file or a value is not valid.
+    """
+    path = getattr(args, "mok_config", None)
+    config = MoKConfig.from_yaml(path) if path else MoKConfig()
+    given = {f.name: getattr(args, f"mok_{f.name}", None) for f in fields(MoKConfig)}
+    return replace(config, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,145 @@
+"""Command-line flags: backend, knobs, YAML, environment, and what a stock backend sets in Megatron's arguments."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mok_megatron import MoKArgumentError, MoKConfig
+from mok_megatron.megatron import settings
+from mok_megatron.megatron.arguments import add_mok_arguments, knob_types
+
+MEGATRON_FLAGS = {
+    "moe_token_dispatcher_type": "allgather",
+    "moe_flex_dispatcher_backend": "deepep",
+    "num_experts": 8,
+    "hidden_size": 64,
+    "moe_ffn_hidden_size": 64,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "fp16": False,
+}
+MODEL = ["--num-experts", "8"]
+
+
+def parser() -> ArgumentParser:
+    made = ArgumentParser(allow_abbrev=False)
+    for name, default in MEGATRON_FLAGS.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            made.add_argument(flag, action="store_true", default=default)
+        else:
+            made.add_argument(flag, type=type(default), default=default)
+    return add_mok_arguments(made)
+
+
+def parse(*argv: str) -> Namespace:
+    return parser().parse_args(list(argv))
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_chosen", settings._Chosen())
+    monkeypatch.delenv(settings.BACKEND_VARIABLE, raising=False)
+
+
+def test_the_default_leaves_megatrons_flags_alone() -> None:
+    args = parse("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep")
+    assert args.moe_backend == "megatron"
+    assert (args.moe_token_dispatcher_type, args.moe_flex_dispatcher_backend) == ("flex", "hybridep")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dispatcher", "flex"),
+    [
+        ("megatron", "allgather", "deepep"),
+        ("alltoall", "alltoall", "deepep"),
+        ("deepep", "flex", "deepep"),
+        ("hybridep", "flex", "hybridep"),
+        ("mok", "allgather", "deepep"),
+    ],
+)
+def test_one_flag_sets_the_dispatcher_wherever_it_stands(backend: str, dispatcher: str, flex: str) -> None:
+    for argv in (["--moe-backend", backend, *MODEL], [*MODEL, f"--moe-backend={backend}"]):
+        args = parse(*argv)
+        assert args.moe_backend == backend
+        assert (args.moe_token_dispatcher_type, args.moe_flex_dispatcher_backend) == (dispatcher, flex)
+
+
+def test_a_stock_backend_goes_before_the_dispatcher_flag() -> None:
+    args = parse("--moe-backend", "alltoall", "--moe-token-dispatcher-type", "flex")
+    assert args.moe_token_dispatcher_type == "alltoall"
+
+
+def test_every_knob_has_a_flag_and_reaches_the_config() -> None:
+    given = {
+        "fwd_num_comm_sms": 3,
+        "bwd_num_comm_sms": 0,
+        "minibatch_size": 256,
+        "macrobatch_size": 512,
+        "schedule_capacity_multiplier": 0.5,
+        "sm_reserve": 4,
+        "timeout_seconds": 12.5,
+    }
+    assert set(given) == {f.name for f in fields(MoKConfig)} == set(knob_types())
+    argv = [word for name, value in given.items() for word in ("--mok-" + name.replace("_", "-"), str(value))]
+    run = settings.resolve(parse("--moe-backend", "mok", "--mok-max-tokens-per-rank", "99", *argv))
+    assert run.config == MoKConfig(**given)
+    assert run.backend == "mok"
+    assert run.max_tokens_per_rank == 99
+    assert not run.log_expert_load
+
+
+def test_the_yaml_file_gives_knobs_and_single_flags_go_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "knobs.yaml"
+    path.write_text("minibatch_size: 256\nsm_reserve: 2\n")
+    run = settings.resolve(parse("--moe-backend", "mok", "--mok-config", str(path), "--mok-sm-reserve", "7"))
+    assert run.config == MoKConfig(minibatch_size=256, sm_reserve=7)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--mok-minibatch-size", "100"], "minibatch_size"),
+        (["--mok-schedule-capacity-multiplier", "1.5"], "schedule_capacity_multiplier"),
+        (["--mok-config", "/nowhere/knobs.yaml"], "/nowhere/knobs.yaml"),
+        (["--fp16"], "--fp16"),
+    ],
+)
+def test_a_bad_value_ends_the_program_with_a_short_text(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--moe-backend", "mok", *MODEL, *argv)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert "usage:" not in error
+
+
+def test_refusals_are_mok_matters_only() -> None:
+    assert parse("--fp16", *MODEL).fp16
+
+
+def test_the_environment_selects_where_the_flag_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, "alltoall")
+    assert parse().moe_token_dispatcher_type == "alltoall"
+    assert parse("--moe-backend", "megatron").moe_token_dispatcher_type == "allgather"
+    assert settings.resolve(None).backend == "alltoall"
+    # Arguments from a YAML file have no such attribute.
+    assert settings.resolve(Namespace()).backend == "alltoall"
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, "cats")
+    with pytest.raises(MoKArgumentError, match="MOK_MOE_BACKEND is 'cats'"):
+        settings.resolve(None)
+
+
+def test_the_program_goes_before_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, "alltoall")
+    args = Namespace(moe_backend="deepep", mok_minibatch_size=128)
+    settings.choose("mok", MoKConfig(sm_reserve=1), 5, True)
+    assert settings.resolve(args) == settings.RunSettings("mok", MoKConfig(sm_reserve=1), 5, True)
+    settings.choose(None, None, None, None)
+    assert settings.resolve(args).backend == "deepep"
+    with pytest.raises(MoKArgumentError, match="backend is 'cats'"):
+        settings.choose("cats", None, None, None)
