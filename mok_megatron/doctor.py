@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mok_megatron.errors import MoKUnsupportedError
+
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 APEX_BUILD_ROUTE = (
@@ -107,9 +109,10 @@ def _torch() -> Finding:
 
 def _mok() -> Finding:
     try:
-        from mok_megatron import build_info
+        from mok_megatron.build import build_info, load_library
 
         info = build_info()
+        load_library()
     except ImportError as error:
         return Finding("mok_megatron", str(error), PROBLEM, "build it for this torch: pip install .")
     return Finding("mok_megatron", ", ".join(f"{key} {value}" for key, value in info.items()))
@@ -236,6 +239,49 @@ def supported_here() -> list[tuple[str, str]]:
     ]
 
 
+def judge(command: Sequence[str]) -> list[dict[str, str]]:
+    """The feature table's verdict on each flag of a Megatron command line, refusals first.
+
+    Args:
+        command: launcher and script first, where given; flags are what follows the first word that ends in ``.py``, or
+            the whole where none does.
+
+    Returns:
+        ``flag``, ``value``, ``verdict`` (supported, transparent or refused) and ``reason`` of each.
+
+    Raises:
+        MoKUnsupportedError: Megatron-Core, which the table is about, is missing or of an unknown version.
+    """
+    script = next((i for i, word in enumerate(command) if word.endswith(".py")), -1)
+    flags = list(command[script + 1 :])
+    try:
+        from mok_megatron.megatron.support import check_arguments
+    except ImportError as error:
+        raise MoKUnsupportedError(f"the command line cannot be judged: {error}") from error
+    verdicts = [
+        {"flag": v.flag, "value": str(v.value), "verdict": v.verdict, "reason": v.reason} for v in check_arguments(flags)
+    ]
+    return _judge_gradient_fusion(flags) + verdicts
+
+
+def _judge_gradient_fusion(flags: Sequence[str]) -> list[dict[str, str]]:
+    """Megatron's own linear layers, on which MoK has no say, stop at construction when fusion is on without an extension."""
+    if "--no-gradient-accumulation-fusion" in flags or importlib.util.find_spec("transformer_engine") is not None:
+        return []
+    apex = find_apex()
+    if apex.state == OK:
+        return []
+    return [
+        {
+            "flag": "--gradient-accumulation-fusion",
+            "value": "on (Megatron's default)",
+            "verdict": "refused",
+            "reason": "Megatron's linear layers need Transformer Engine or APEX's fused_weight_gradient_mlp_cuda for it. "
+            f"APEX: {apex.value}. {apex.advice}",
+        }
+    ]
+
+
 def diagnose(command: Sequence[str]) -> dict[str, Any]:
     """The doctor's whole answer as JSON values.
 
@@ -253,8 +299,6 @@ def diagnose(command: Sequence[str]) -> dict[str, Any]:
         "supported": [list(row) for row in supported_here()],
     }
     if command:
-        from mok_megatron.doctor_flags import judge
-
         answer["command"] = list(command)
         answer["flags"] = judge(command)
         healthy = healthy and all(flag["verdict"] != "refused" for flag in answer["flags"])
@@ -275,6 +319,6 @@ def to_text(answer: dict[str, Any]) -> str:
     if "flags" in answer:
         lines += ["", "the command line under --moe-backend=mok"]
         width = max((len(flag["verdict"]) for flag in answer["flags"]), default=0)
-        lines += [f"  {f['verdict']:<{width}} {f['flag']}: {f['reason']}" for f in answer["flags"]]
+        lines += [f"  {f['verdict']:<{width}} {f['flag']} {f['value']}: {f['reason']}" for f in answer["flags"]]
     lines += ["", "MoK can be used" if answer["healthy"] else "MoK cannot be used like this; see above"]
     return "\n".join(lines)

@@ -169,7 +169,7 @@ def _count_tokens(layer: torch.nn.Module, num_experts: int) -> torch.Tensor:
 
 def describe_layer(layer: torch.nn.Module) -> dict[str, Any]:
     """What the layer object itself says about who computes it: its class and its dispatcher's, not the flag."""
-    from mok_megatron.megatron import MoKMoELayer
+    from mok_megatron.megatron.layer import MoKMoELayer
 
     return {
         "number": layer.layer_number,
