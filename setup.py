@@ -57,10 +57,8 @@ class BuildLibrary(build_ext):
             includes.append(f"-I{Path(nvcc).resolve().parent.parent / 'include'}")
 
         objects = [temp / "bindings.o"]
-        commands = [
-            [cxx, "-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
-            + [*defines, *includes, "-c", str(ROOT / "csrc" / "bindings.cpp"), "-o", str(objects[0])]
-        ]
+        flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *defines, *includes]
+        commands = [[cxx, *flags, "-c", str(ROOT / "csrc" / "bindings.cpp"), "-o", str(objects[0])]]
         for source, archs in sources:
             objects.append(temp / f"{source.stem}.o")
             commands.append(self.kernel_command(nvcc, source, archs, objects[-1]))

@@ -10,9 +10,9 @@ import torch
 
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
-from mok_megatron.executors.cpu import CpuPass, PassInputs, WeightGradTarget, run_pass
+from mok_megatron.executors.cpu import CpuPass, PassInputs, WeightGradTarget, drive, exchange_routes
 from mok_megatron.ops import Pass, RouteFaultKind, find_route_fault, route_schedule
-from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, PassTag, StatusCode, poll
+from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, GroupProtocol, PassTag, StatusCode, poll
 from mok_megatron.schedule import MoKContext, MoKSchedule
 from mok_megatron.workspace import MoKWorkspace, clear_workspaces, get_workspace
 
@@ -49,25 +49,25 @@ def _call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassT
     try:
         try:
             yield state
-        except (MoKArgumentError, MoKCapacityError) as error:
+        except MoKArgumentError as error:
             protocol.publish_status(state.call, StatusCode.REFUSED, str(error))
             protocol.signal_entered(state.call, kind, state.tag)
             _drain(state)
             raise
         except MoKPeerError:
-            if _is_fatal(state):
-                raise
-            _drain(state)
+            if not _is_fatal(protocol):
+                _drain(state)
             raise
         protocol.advance()
     except MoKTimeoutError as error:
         _fail(workspace, state, StatusCode.TIMED_OUT, error, error.missing_ranks)
         raise
     except (MoKArgumentError, MoKCapacityError):
+        # Every rank counts the same routes, so that every rank raises a MoKCapacityError by itself.
         protocol.advance()
         raise
     except MoKPeerError as error:
-        if _is_fatal(state):
+        if _is_fatal(protocol):
             _fail(workspace, state, StatusCode.FAILED, error)
         else:
             protocol.advance()
@@ -88,9 +88,8 @@ def _fail(
     state.protocol.publish_status(state.call, code, str(error), missing)
 
 
-def _is_fatal(state: CallState) -> bool:
-    codes = [state.protocol.status(peer, state.call)[0] for peer in range(state.protocol.ep_size)]
-    return any(code in (StatusCode.TIMED_OUT, StatusCode.FAILED) for code in codes)
+def _is_fatal(protocol: GroupProtocol) -> bool:
+    return any(protocol.fatal_fault(peer) is not None for peer in range(protocol.ep_size))
 
 
 def _drain(state: CallState) -> None:
@@ -222,14 +221,7 @@ def build_schedule(
                 else "must not repeat inside a token's row"
             )
             raise MoKArgumentError(f"topk_experts[{token}, {slot}]={expert} on rank {rank}: {rule}")
-        parity = state.call % 2
-        workspace.mine.topk_experts[parity, :tokens] = routes
-        workspace.mine.num_tokens[parity] = tokens
-        state.protocol.signal_entered(state.call, state.kind, state.tag)
-        poll(FlagWait(state, Flag.ENTERED, range(workspace.ep_size)), state.limit_seconds)
-
-        num_tokens = torch.stack([peer.num_tokens[parity] for peer in workspace.buffers])
-        gathered = torch.stack([peer.topk_experts[parity] for peer in workspace.buffers])
+        gathered, num_tokens = drive(exchange_routes(workspace, state, routes), state.limit_seconds)
         if shape.schedule_capacity_multiplier < 1:
             needed = _needed_rows(gathered, num_tokens.tolist(), shape.num_experts, shape.num_local_experts)
             worst = max(range(workspace.ep_size), key=needed.__getitem__)
@@ -282,7 +274,7 @@ def forward(
         _check_tokens(workspace, schedule, x, router_weights)
         inputs = PassInputs(x, router_weights, _w13(w13, workspace), _w2(w2, workspace))
         inputs.context = _new_context(workspace) if save_context else None
-        outputs = run_pass(CpuPass(workspace, schedule, state, Pass.FORWARD, inputs))
+        outputs = drive(CpuPass(workspace, schedule, state, Pass.FORWARD, inputs).run(), state.limit_seconds)
         return outputs.tokens, inputs.context
 
 
@@ -300,7 +292,7 @@ def recompute_forward_context(
     with _call(workspace, config, CallKind.RECOMPUTE, tag) as state:
         _check_tokens(workspace, schedule, x, router_weights)
         inputs = PassInputs(x, router_weights, _w13(w13, workspace), context=_new_context(workspace))
-        run_pass(CpuPass(workspace, schedule, state, Pass.RECOMPUTE, inputs))
+        drive(CpuPass(workspace, schedule, state, Pass.RECOMPUTE, inputs).run(), state.limit_seconds)
         return inputs.context
 
 
@@ -377,6 +369,6 @@ def backward(
                 raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {type(pair).__name__}")
         inputs.grads13 = _targets("w13", main_grads[0], overwrite_main_grads[0], workspace, 2 * inner, hidden)
         inputs.grads2 = _targets("w2", main_grads[1], overwrite_main_grads[1], workspace, hidden, inner)
-        outputs = run_pass(CpuPass(workspace, schedule, state, Pass.BACKWARD, inputs))
+        outputs = drive(CpuPass(workspace, schedule, state, Pass.BACKWARD, inputs).run(), state.limit_seconds)
         dw13, dw2 = main_grads if fresh else (None, None)
         return outputs.tokens, outputs.d_router_weights, dw13, dw2

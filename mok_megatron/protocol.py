@@ -7,7 +7,8 @@ peer alone:
 * DONE: the peer's last pull from me and last push to me of this call are complete. Stored by every pass to every peer, also to one with which
   no row was exchanged and by passes that only pull.
 * SIGNATURE: which pass of which layer the peer entered; a difference means that ranks run different programs.
-* STATUS_*: a refusal (the call failed on the peer; the group stays usable) or a fatal fault (it does not).
+* three status records: two for refusals (the call failed on the peer; the group stays usable), by parity of the call, since a rank that is
+  through with a refused call may refuse the next one while a slow peer still looks at the first; one for a fatal fault.
 
 A rank pulls from or pushes to a peer only after that peer's ENTERED reached the call; a pass ends when DONE of all peers did. Nobody is ever
 more than one pass ahead, so the buffers are free at the next entry.
@@ -28,19 +29,28 @@ TEXT_BYTES = 2048
 
 
 class Flag(enum.IntEnum):
-    """Words of a peer's row."""
+    """Words of a peer's row that waits look at."""
 
     ENTERED = 0
     DONE = 1
     SIGNATURE = 2
-    STATUS_CALL = 3
-    STATUS_CODE = 4
-    STATUS_MISSING = 5  # bit mask of ranks that a timed-out peer misses
-    STATUS_LENGTH = 6
+
+
+class StatusWord(enum.IntEnum):
+    """Words of a status record."""
+
+    CALL = 0
+    CODE = 1
+    MISSING = 2  # bit mask of ranks that a timed-out peer misses
+    LENGTH = 3
+
+
+STATUS_RECORDS = 3
+_FATAL_RECORD = 2
+ROW_WORDS = len(Flag) + STATUS_RECORDS * len(StatusWord)
 
 
 class StatusCode(enum.IntEnum):
-    OK = 0
     REFUSED = 1  # this call only
     TIMED_OUT = 2  # fatal from here on
     FAILED = 3  # fatal from here on
@@ -51,6 +61,7 @@ class CallKind(enum.IntEnum):
     RECOMPUTE = 1
     BACKWARD = 2
     SCHEDULE = 3
+    RESIZE = 4  # no pass: the group agrees to make another workspace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +104,7 @@ def _describe_signature(signature: int) -> str:
 
 @dataclasses.dataclass
 class FlagMemory:
-    """Flags of one rank: int64 [EP, len(Flag)] and the peers' messages, uint8 [EP, TEXT_BYTES]. Row p is written by rank p only."""
+    """Flags of one rank: int64 [EP, ROW_WORDS] and the peers' messages, uint8 [EP, STATUS_RECORDS, TEXT_BYTES]. Row p is rank p's to write."""
 
     words: torch.Tensor
     texts: torch.Tensor
@@ -124,11 +135,11 @@ class GroupProtocol:
         """End of a call: the last worker out makes the next call's number current."""
         ops.store_flag(self._call_number, 0, self.call)
 
-    def _store(self, peer: int, flag: Flag, value: int) -> None:
-        ops.store_flag(self.flags[peer].words, self.rank * len(Flag) + flag, value)
+    def _store(self, peer: int, word: int, value: int) -> None:
+        ops.store_flag(self.flags[peer].words, self.rank * ROW_WORDS + word, value)
 
-    def _load(self, peer: int, flag: Flag) -> int:
-        return ops.load_flag(self.flags[self.rank].words, peer * len(Flag) + flag)
+    def _load(self, peer: int, word: int) -> int:
+        return ops.load_flag(self.flags[self.rank].words, peer * ROW_WORDS + word)
 
     def signal_entered(self, call: int, kind: CallKind, tag: PassTag) -> None:
         for peer in range(self.ep_size):
@@ -141,13 +152,16 @@ class GroupProtocol:
 
     def publish_status(self, call: int, code: StatusCode, text: str, missing: Sequence[int] = ()) -> None:
         """Tell every peer that this call failed here."""
+        record = call % 2 if code == StatusCode.REFUSED else _FATAL_RECORD
+        at = len(Flag) + record * len(StatusWord)
         data = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES] or b" "), dtype=torch.uint8)
         for peer in range(self.ep_size):
-            self.flags[peer].texts[self.rank, : len(data)] = data
-            self._store(peer, Flag.STATUS_LENGTH, len(data))
-            self._store(peer, Flag.STATUS_MISSING, sum(1 << rank for rank in missing))
-            self._store(peer, Flag.STATUS_CALL, call)
-            self._store(peer, Flag.STATUS_CODE, code)
+            self.flags[peer].texts[self.rank, record, : len(data)] = data
+            self._store(peer, at + StatusWord.LENGTH, len(data))
+            self._store(peer, at + StatusWord.MISSING, sum(1 << rank for rank in missing))
+            self._store(peer, at + StatusWord.CODE, code)
+            # Readers look at the call first.
+            self._store(peer, at + StatusWord.CALL, call)
 
     def arrived(self, flag: Flag, peer: int, call: int) -> bool:
         """Whether a peer's flag has reached the call."""
@@ -157,15 +171,25 @@ class GroupProtocol:
         """What each peer's flag says."""
         return tuple(self._load(peer, flag) for peer in range(self.ep_size))
 
-    def status(self, peer: int, call: int) -> tuple[StatusCode, str, tuple[int, ...]]:
-        """A peer's status in this call: code, its message, and the ranks that it misses."""
-        code = StatusCode(self._load(peer, Flag.STATUS_CODE))
-        if code == StatusCode.OK or (code == StatusCode.REFUSED and self._load(peer, Flag.STATUS_CALL) != call):
-            return StatusCode.OK, "", ()
-        length = self._load(peer, Flag.STATUS_LENGTH)
-        text = bytes(self.flags[self.rank].texts[peer, :length].tolist()).decode(errors="replace")
-        mask = self._load(peer, Flag.STATUS_MISSING)
-        return code, text, tuple(rank for rank in range(self.ep_size) if mask >> rank & 1)
+    def refusal(self, peer: int, call: int) -> str | None:
+        """A peer's message if it refused this call."""
+        record = call % 2
+        if self._load(peer, len(Flag) + record * len(StatusWord) + StatusWord.CALL) != call:
+            return None
+        return self._text(peer, record)
+
+    def fatal_fault(self, peer: int) -> tuple[StatusCode, str, tuple[int, ...]] | None:
+        """A peer's fatal fault: code, its message, and the ranks that it misses."""
+        at = len(Flag) + _FATAL_RECORD * len(StatusWord)
+        if self._load(peer, at + StatusWord.CALL) == 0:
+            return None
+        mask = self._load(peer, at + StatusWord.MISSING)
+        missing = tuple(rank for rank in range(self.ep_size) if mask >> rank & 1)
+        return StatusCode(self._load(peer, at + StatusWord.CODE)), self._text(peer, _FATAL_RECORD), missing
+
+    def _text(self, peer: int, record: int) -> str:
+        length = self._load(peer, len(Flag) + record * len(StatusWord) + StatusWord.LENGTH)
+        return bytes(self.flags[self.rank].texts[peer, record, :length].tolist()).decode(errors="replace")
 
     def check_signature(self, peer: int, call: int, kind: CallKind, tag: PassTag) -> None:
         """Raise when a peer that entered this call runs another pass or layer in it."""
@@ -202,14 +226,16 @@ class CallState:
                 self._check_peer(peer)
 
     def _check_peer(self, peer: int) -> None:
-        code, text, missing = self.protocol.status(peer, self.call)
-        if code == StatusCode.OK:
-            return
-        me = self.protocol.rank
-        if code == StatusCode.TIMED_OUT:
-            raise self.timeout_error(Flag.DONE, missing, f"rank {peer} reports: {text}")
-        verb = "refused" if code == StatusCode.REFUSED else "failed in"
-        raise MoKPeerError(f"rank {me}, {self.name}: rank {peer} {verb} it: {text}", peer=peer)
+        where = f"rank {self.protocol.rank}, {self.name}"
+        fault = self.protocol.fatal_fault(peer)
+        if fault is not None:
+            code, text, missing = fault
+            if code == StatusCode.TIMED_OUT:
+                raise self.timeout_error(Flag.DONE, missing, f"rank {peer} reports: {text}")
+            raise MoKPeerError(f"{where}: rank {peer} failed: {text}", peer=peer)
+        refusal = self.protocol.refusal(peer, self.call)
+        if refusal is not None:
+            raise MoKPeerError(f"{where}: rank {peer} refused it: {refusal}", peer=peer)
 
     def timeout_error(self, flag: Flag, missing: Sequence[int], detail: str = "") -> MoKTimeoutError:
         arrivals = self.protocol.arrivals(flag)

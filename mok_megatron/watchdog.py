@@ -14,7 +14,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 from mok_megatron.errors import MoKError, MoKPeerError
-from mok_megatron.protocol import StatusCode
 
 if TYPE_CHECKING:
     from mok_megatron.workspace import MoKWorkspace
@@ -52,9 +51,9 @@ def find_fault(workspace: "MoKWorkspace") -> MoKPeerError | None:
     for peer in range(workspace.ep_size):
         if peer == workspace.rank:
             continue
-        code, text, _ = protocol.status(peer, -1)
-        if code in (StatusCode.TIMED_OUT, StatusCode.FAILED):
-            return MoKPeerError(f"rank {workspace.rank}: rank {peer} is lost: {text}", peer=peer)
+        fault = protocol.fatal_fault(peer)
+        if fault is not None:
+            return MoKPeerError(f"rank {workspace.rank}: rank {peer} is lost: {fault[1]}", peer=peer)
     return None
 
 

@@ -6,10 +6,12 @@ NVLink.
 
 import atexit
 import dataclasses
+import datetime
 import math
 import mmap
 import os
 import socket
+import time
 import uuid
 from typing import Any
 
@@ -17,8 +19,21 @@ import torch
 import torch.distributed as dist
 
 from mok_megatron.config import BLOCK_ROWS, CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK, MoKConfig
-from mok_megatron.errors import MoKArgumentError, MoKError, MoKUnsupportedError
-from mok_megatron.protocol import TEXT_BYTES, Flag, FlagMemory, GroupProtocol
+from mok_megatron.errors import MoKArgumentError, MoKError, MoKTimeoutError, MoKUnsupportedError
+from mok_megatron.protocol import (
+    ROW_WORDS,
+    STATUS_RECORDS,
+    TEXT_BYTES,
+    CallKind,
+    CallState,
+    Flag,
+    FlagMemory,
+    FlagWait,
+    GroupProtocol,
+    PassTag,
+    StatusCode,
+    poll,
+)
 
 # The ring's margin over num_local_tokens * K, as a fraction.
 _RING_MARGIN = 0.25
@@ -130,9 +145,9 @@ class SymmetricBuffers:
     def layout(shape: WorkspaceShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         tokens, topk = shape.num_local_tokens, shape.topk
         return {
-            "words": ((shape.ep_size, len(Flag)), torch.int64),
+            "words": ((shape.ep_size, ROW_WORDS), torch.int64),
             "num_tokens": ((2,), torch.int64),
-            "texts": ((shape.ep_size, TEXT_BYTES), torch.uint8),
+            "texts": ((shape.ep_size, STATUS_RECORDS, TEXT_BYTES), torch.uint8),
             "topk_experts": ((2, tokens, topk), torch.int32),
             "x": ((tokens, shape.hidden_size), shape.dtype),
             "dy": ((tokens, shape.hidden_size), shape.dtype),
@@ -305,6 +320,51 @@ def _all_gather(value: Any, group: Any, ep_size: int) -> list[Any]:
     return gathered
 
 
+def _meet(config: MoKConfig, group: Any, rank: int, request: str) -> None:
+    """Make sure that every rank of the group is here before anything collective starts.
+
+    A rank that asks for a new workspace while its peers found theirs in the cache would wait for them forever: where the group has a workspace
+    already, the ranks meet in a call of it, and a peer that is in another call is an error on both sides.
+
+    Raises:
+        MoKArgumentError: the peers are elsewhere.
+        MoKTimeoutError: a rank did not come within config.timeout_seconds.
+    """
+    timeout = config.timeout_seconds if isinstance(config, MoKConfig) else MoKConfig.timeout_seconds
+    known = [workspace for workspace in _WORKSPACES.values() if workspace.group is group and workspace.failure is None]
+    if known:
+        protocol = known[0].protocol
+        state = CallState(protocol, protocol.call, CallKind.RESIZE, PassTag(), timeout)
+        protocol.signal_entered(state.call, state.kind, state.tag)
+        try:
+            poll(FlagWait(state, Flag.ENTERED, range(protocol.ep_size)), timeout)
+        except MoKError as error:
+            known[0].fail(error)
+            known[0].failure_raised = True
+            message = f"rank {rank} asks for a new workspace ({request}) but its peers do not: {error}"
+            protocol.publish_status(state.call, StatusCode.FAILED, message)
+            raise MoKArgumentError(message) from error
+        protocol.advance()
+    elif dist.get_backend(group) == "gloo":
+        started = time.monotonic()
+        try:
+            dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=timeout), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise MoKTimeoutError(
+                f"rank {rank} of {dist.get_world_size(group)}: making the workspace ({request}), not all ranks came within "
+                f"{timeout:g} s: {error}",
+                rank=rank,
+                missing_ranks=(),
+                layer=None,
+                microbatch=None,
+                phase="workspace",
+                expected=1,
+                arrived=(),
+                waited_seconds=time.monotonic() - started,
+                limit_seconds=timeout,
+            ) from error
+
+
 def _agree(
     shape: WorkspaceShape | None, fault: Exception | None, group: Any, ep_size: int, rank: int
 ) -> WorkspaceShape:
@@ -407,14 +467,16 @@ def get_workspace(
         if group is None:
             raise
         fault = error
-    key = (group, device, shape)
-    if fault is None and key in _WORKSPACES:
-        workspace = _WORKSPACES[key]
-        workspace.timeout_seconds = config.timeout_seconds
-        return workspace
-    agreed = shape if group is None else _agree(shape, fault, group, ep_size, rank)
-    buffers = _map_buffers(agreed, group, rank)
-    workspace = MoKWorkspace(agreed, rank, buffers, device=device, group=group, timeout_seconds=config.timeout_seconds)
+    key = None if shape is None else (group, device, dataclasses.replace(shape, num_local_tokens=0))
+    existing = _WORKSPACES.get(key)
+    if existing is not None and num_local_tokens <= existing.num_local_tokens:
+        existing.timeout_seconds = config.timeout_seconds
+        return existing
+    if group is not None:
+        _meet(config, group, rank, f"num_local_tokens={num_local_tokens}, hidden_size={hidden_size}, topk={topk}")
+        shape = _agree(shape, fault, group, ep_size, rank)
+    buffers = _map_buffers(shape, group, rank)
+    workspace = MoKWorkspace(shape, rank, buffers, device=device, group=group, timeout_seconds=config.timeout_seconds)
     _WORKSPACES[key] = workspace
     from mok_megatron import watchdog
 

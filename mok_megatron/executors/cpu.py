@@ -4,13 +4,14 @@ It rounds where the kernels round and sums in their order. Every product has the
 product of another shape may add in another order, and bits would then depend on how many rows an expert has. Operands are copied to fresh,
 aligned fp32 memory for the same reason.
 
-A pass is written as generators that yield at every wait, so that a scheduler can interleave workers and ranks; `run` drives one worker through
+A pass is written as generators that yield at every wait, so that a scheduler can interleave workers and ranks; `drive` runs one worker through
 the total order.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from mok_megatron.schedule import MoKContext, MoKSchedule
 from mok_megatron.workspace import MoKWorkspace, SymmetricBuffers
 
 TILES = ops.tile_sizes()
+Result = TypeVar("Result")
 Weights = Sequence[torch.Tensor]
 """E_local matrices, gate rows over up rows for w13."""
 
@@ -205,12 +207,13 @@ class CpuPass:
         """The pass ends when every peer is done with this rank's memory."""
         yield FlagWait(self.state, Flag.DONE, range(self.workspace.ep_size))
 
-    def run(self) -> Iterator[FlagWait | CounterWaits | None]:
+    def run(self) -> Generator[FlagWait | CounterWaits | None, None, PassOutputs]:
         """One worker, all tasks in the total order."""
         yield from self.enter()
         for task in self.tasks:
             yield from self.work(task)
         yield from self.leave()
+        return self.outputs
 
     # --- tasks ----------------------------------------------------------------------------------------------------------------------
 
@@ -381,17 +384,38 @@ class _OneThread:
         torch.set_num_threads(self.threads)
 
 
-def run_pass(one_pass: CpuPass) -> PassOutputs:
-    """Drive one worker through a pass.
+def exchange_routes(
+    workspace: MoKWorkspace, state: CallState, routes: torch.Tensor
+) -> Generator[FlagWait | None, None, tuple[torch.Tensor, torch.Tensor]]:
+    """Show this rank's routes, int32 [T, K], to the group. Returns everybody's, int32 [EP, T_max, K], and their T, int64 [EP].
+
+    The buffers alternate with the call's parity: a peer that still reads the last exchange's is not disturbed, and nobody enters a third one
+    before it has entered this one, which it does after reading.
+    """
+    parity = state.call % 2
+    workspace.mine.topk_experts[parity, : routes.shape[0]] = routes
+    workspace.mine.num_tokens[parity] = routes.shape[0]
+    yield None
+    state.protocol.signal_entered(state.call, state.kind, state.tag)
+    yield FlagWait(state, Flag.ENTERED, range(workspace.ep_size))
+    num_tokens = torch.stack([peer.num_tokens[parity] for peer in workspace.buffers])
+    return torch.stack([peer.topk_experts[parity] for peer in workspace.buffers]), num_tokens
+
+
+def drive(steps: Generator[Any, None, Result], limit_seconds: float) -> Result:
+    """Run one worker to its end, blocking at every wait. Returns what the generator returns.
 
     Raises:
         MoKTimeoutError, MoKPeerError: see protocol.poll.
-        AssertionError: a task's counter is not there in the total order, which no input can cause.
+        AssertionError: a local counter is not there in the total order, which no input can cause.
     """
     with torch.no_grad(), _OneThread():
-        for wait in one_pass.run():
+        while True:
+            try:
+                wait = next(steps)
+            except StopIteration as stop:
+                return stop.value
             if isinstance(wait, FlagWait):
-                poll(wait, one_pass.state.limit_seconds)
+                poll(wait, limit_seconds)
             elif wait is not None:
                 assert wait.ready(), f"task {wait.task} waits for a counter that no earlier task raises"
-    return one_pass.outputs

@@ -1,0 +1,323 @@
+"""CUDA executor: launches the schedule kernels and the forward megakernel over a rank's buffers.
+
+Kernels are reached through the library's C interface (csrc/kernels/launch.h). A call's arguments are one block of 64-bit words that is filled
+once a workspace; a call writes the few words that change. Nothing here waits for the GPU.
+"""
+
+import array
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from mok_megatron.build import LIBRARY, build_info, check_device_architecture, load_library
+from mok_megatron.errors import MoKBuildError, MoKError
+from mok_megatron.schedule import MoKContext, MoKSchedule
+
+_BLOCK_ROWS = 128
+_MAX_RANKS = 8
+_MAX_LOCAL_EXPERTS = 256
+_TENSOR_MAP_BYTES = 128
+_STATE_WORDS = 8
+FAULT_WORDS = 16
+
+_PEER_FIELDS = ("x", "router_weights", "combine", "flags", "routes", "num_tokens")
+_FORWARD_FIELDS = (
+    "rank",
+    "ep_size",
+    "num_tokens",
+    "topk",
+    "hidden",
+    "intermediate",
+    "num_local_experts",
+    "minibatch_blocks",
+    "macrobatch_blocks",
+    "capacity_blocks",
+    "num_comm_sms",
+    "sm_reserve",
+    "timeout_nanoseconds",
+    "row_source_rank",
+    "row_source_slot",
+    "expert_rows",
+    "expert_row_offsets",
+    "topk_experts",
+    "x",
+    "router_weights",
+    "y",
+    "x_rows",
+    "gate_up",
+    "ring_weights",
+    "ring_activation",
+    "weight_maps",
+    "counters",
+    "state",
+    "fault",
+)
+_SCHEDULE_FIELDS = (
+    "rank",
+    "ep_size",
+    "num_tokens",
+    "max_tokens",
+    "topk",
+    "num_local_experts",
+    "capacity_rows",
+    "timeout_nanoseconds",
+    "topk_experts",
+    "wide_ids",
+    "row_source_rank",
+    "row_source_slot",
+    "expert_rows",
+    "expert_row_offsets",
+    "num_rows",
+    "own_routes",
+    "scratch",
+    "state",
+    "fault",
+)
+
+
+@functools.cache
+def kernel_library() -> ctypes.CDLL:
+    """The C interface of the compiled library.
+
+    Raises:
+        MoKBuildError: the library is missing, was built without kernels, or its structures are not those of this file.
+    """
+    load_library()
+    if build_info()["cuda"] is None:
+        raise MoKBuildError("mok_megatron was built without kernels (no nvcc, or MOK_CUDA=0): build it where nvcc is")
+    return bind(ctypes.CDLL(str(LIBRARY)))
+
+
+def bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the functions and compare the sizes of their argument blocks."""
+    for name in ("mok_sm90_forward", "mok_sm90_schedule"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
+    for name, count in (("mok_sm90_schedule_scratch_words", 4), ("mok_num_counters", 2)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_int64] * count, ctypes.c_int64
+    for name, fields, extra in (
+        ("mok_forward_call_bytes", _FORWARD_FIELDS, 2 * _MAX_LOCAL_EXPERTS),
+        ("mok_schedule_call_bytes", _SCHEDULE_FIELDS, 0),
+    ):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [], ctypes.c_int64
+        expected = 8 * (len(_PEER_FIELDS) * _MAX_RANKS + len(fields) + extra)
+        if function() != expected:
+            raise MoKBuildError(f"{name}() is {function()}, this package expects {expected}: the library is of another version")
+    return library
+
+
+class CallBlock:
+    """The argument block of one kernel call: 64-bit words with names."""
+
+    def __init__(self, fields: Sequence[str], extra: int, peers: Sequence[Sequence[int]]) -> None:
+        base = len(_PEER_FIELDS) * _MAX_RANKS
+        self._at = {name: base + i for i, name in enumerate(fields)}
+        self._words = array.array("q", bytes(8 * (base + len(fields) + extra)))
+        self._extra = base + len(fields)
+        for rank, pointers in enumerate(peers):
+            for field, pointer in enumerate(pointers):
+                self._words[field * _MAX_RANKS + rank] = pointer
+
+    @property
+    def address(self) -> int:
+        return self._words.buffer_info()[0]
+
+    def set(self, **values: int) -> None:
+        words, at = self._words, self._at
+        for name, value in values.items():
+            words[at[name]] = value
+
+    def set_table(self, index: int, values: list[int]) -> None:
+        """Entries of the table `index` behind the named words (w13: 0, w2: 1)."""
+        first = self._extra + index * _MAX_LOCAL_EXPERTS
+        self._words[first : first + len(values)] = array.array("q", values)
+
+
+@dataclasses.dataclass
+class RankMemory:
+    """Device memory of one rank that its peers map, as tensors or as this rank's views of a peer's.
+
+    x: bf16 [T_max, H]; router_weights: fp32 [T_max, K]; combine: bf16 [T_max * K, H]; flags: int64 [EP, words]; routes: int32 [2, T_max, K];
+    num_tokens: int64 [2].
+    """
+
+    x: torch.Tensor
+    router_weights: torch.Tensor
+    combine: torch.Tensor
+    flags: torch.Tensor
+    routes: torch.Tensor
+    num_tokens: torch.Tensor
+
+    def pointers(self) -> list[int]:
+        return [getattr(self, name).data_ptr() for name in _PEER_FIELDS]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutorShape:
+    """Sizes of an executor: all that its buffers and task stream depend on. Sizes of batches and capacity are in rows, multiples of 128."""
+
+    rank: int
+    ep_size: int
+    num_local_tokens: int
+    topk: int
+    hidden_size: int
+    intermediate_size: int
+    num_local_experts: int
+    minibatch_size: int
+    macrobatch_size: int
+    capacity_rows: int
+
+
+def _weight_pointers(weights: torch.Tensor | Sequence[torch.Tensor]) -> list[int]:
+    if isinstance(weights, torch.Tensor):
+        first, step = weights.data_ptr(), weights.stride(0) * weights.element_size()
+        return [first + i * step for i in range(weights.shape[0])]
+    return [weight.data_ptr() for weight in weights]
+
+
+class CudaExecutor:
+    """One rank's kernels over its buffers. Calls are asynchronous, on the current stream; all ranks make the same calls in the same order.
+
+    Args:
+        shape: sizes.
+        memory: RankMemory of every rank. Flags must be zero when the group starts.
+        ring_x: bf16 [macrobatch_size, H], used when no context is kept.
+        ring_activation: bf16 [macrobatch_size, I]. ring_weights: fp32 [macrobatch_size].
+        library: the C interface; the package's own by default.
+    """
+
+    def __init__(
+        self,
+        shape: ExecutorShape,
+        memory: Sequence[RankMemory],
+        ring_x: torch.Tensor,
+        ring_activation: torch.Tensor,
+        ring_weights: torch.Tensor,
+        library: ctypes.CDLL | None = None,
+    ) -> None:
+        self.shape, self.memory, self.ring_x = shape, memory, ring_x
+        self.device = ring_x.device
+        if library is None:
+            check_device_architecture(build_info(), torch.cuda.get_device_capability(self.device))
+        self._library = library or kernel_library()
+        blocks = shape.capacity_rows // _BLOCK_ROWS
+        experts = shape.num_local_experts
+
+        def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=self.device)
+
+        self._state = zeros(_STATE_WORDS, torch.int64)
+        self._counters = zeros(self._library.mok_num_counters(blocks, experts), torch.int32)
+        self._weight_maps = zeros(2 * experts * _TENSOR_MAP_BYTES, torch.uint8)
+        scratch_words = self._library.mok_sm90_schedule_scratch_words(
+            shape.ep_size, shape.num_local_tokens, shape.topk, experts
+        )
+        self._scratch = zeros(max(scratch_words, 1), torch.int32)
+        # The host reads it without a word to the GPU, also while a stream is stuck.
+        self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=True)
+        self._rings = (ring_activation, ring_weights)
+        peers = [rank.pointers() for rank in memory]
+        common = {"rank": shape.rank, "ep_size": shape.ep_size, "topk": shape.topk, "num_local_experts": experts}
+        shared = {"state": self._state.data_ptr(), "fault": self.fault.data_ptr()}
+        self._forward = CallBlock(_FORWARD_FIELDS, 2 * _MAX_LOCAL_EXPERTS, peers)
+        self._forward.set(
+            **common,
+            **shared,
+            hidden=shape.hidden_size,
+            intermediate=shape.intermediate_size,
+            minibatch_blocks=shape.minibatch_size // _BLOCK_ROWS,
+            macrobatch_blocks=shape.macrobatch_size // _BLOCK_ROWS,
+            capacity_blocks=blocks,
+            ring_activation=ring_activation.data_ptr(),
+            ring_weights=ring_weights.data_ptr(),
+            weight_maps=self._weight_maps.data_ptr(),
+            counters=self._counters.data_ptr(),
+        )
+        self._schedule = CallBlock(_SCHEDULE_FIELDS, 0, peers)
+        self._schedule.set(
+            **common,
+            **shared,
+            max_tokens=shape.num_local_tokens,
+            capacity_rows=shape.capacity_rows,
+            scratch=self._scratch.data_ptr(),
+        )
+
+    def _launch(self, name: str, block: CallBlock) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        code = getattr(self._library, name)(block.address, stream)
+        if code != 0:
+            raise MoKError(f"{name} failed with CUDA error {code}")
+
+    def build_schedule(self, topk_experts: torch.Tensor, timeout_seconds: float) -> MoKSchedule:
+        """Schedule of int32 or int64 [T, K] contiguous expert ids; bad ids and overflow are reported through `fault`."""
+        shape = self.shape
+        tokens = topk_experts.shape[0]
+
+        def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(count, dtype=dtype, device=self.device)
+
+        schedule = MoKSchedule(
+            tokens,
+            empty(shape.capacity_rows, torch.int32),
+            empty(shape.capacity_rows, torch.int32),
+            empty(shape.num_local_experts, torch.int32),
+            empty(shape.num_local_experts + 1, torch.int64),
+            empty(1, torch.int64),
+            torch.empty(tokens, shape.topk, dtype=torch.int32, device=self.device),
+        )
+        self._schedule.set(
+            num_tokens=tokens,
+            timeout_nanoseconds=int(timeout_seconds * 1e9),
+            topk_experts=topk_experts.data_ptr(),
+            wide_ids=int(topk_experts.dtype == torch.int64),
+            row_source_rank=schedule.row_source_rank.data_ptr(),
+            row_source_slot=schedule.row_source_slot.data_ptr(),
+            expert_rows=schedule.expert_rows.data_ptr(),
+            expert_row_offsets=schedule.expert_row_offsets.data_ptr(),
+            num_rows=schedule.num_rows.data_ptr(),
+            own_routes=schedule.topk_experts.data_ptr(),
+        )
+        self._launch("mok_sm90_schedule", self._schedule)
+        return schedule
+
+    def forward(
+        self,
+        schedule: MoKSchedule,
+        x: torch.Tensor,
+        router_weights: torch.Tensor,
+        w13: torch.Tensor | Sequence[torch.Tensor],
+        w2: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        context: MoKContext | None,
+        timeout_seconds: float,
+        num_comm_sms: int = 0,
+        sm_reserve: int = 0,
+    ) -> torch.Tensor:
+        """y [T, H] of contiguous bf16 x [T, H], fp32 router_weights [T, K]; weights contiguous per expert. Fills `context` where given."""
+        y = torch.empty_like(x)
+        block = self._forward
+        block.set(
+            num_tokens=schedule.num_tokens,
+            num_comm_sms=num_comm_sms,
+            sm_reserve=sm_reserve,
+            timeout_nanoseconds=int(timeout_seconds * 1e9),
+            row_source_rank=schedule.row_source_rank.data_ptr(),
+            row_source_slot=schedule.row_source_slot.data_ptr(),
+            expert_rows=schedule.expert_rows.data_ptr(),
+            expert_row_offsets=schedule.expert_row_offsets.data_ptr(),
+            topk_experts=schedule.topk_experts.data_ptr(),
+            x=x.data_ptr(),
+            router_weights=router_weights.data_ptr(),
+            y=y.data_ptr(),
+            x_rows=(self.ring_x if context is None else context.x_rows).data_ptr(),
+            gate_up=0 if context is None else context.gate_up.data_ptr(),
+        )
+        block.set_table(0, _weight_pointers(w13))
+        block.set_table(1, _weight_pointers(w2))
+        self._launch("mok_sm90_forward", block)
+        return y
