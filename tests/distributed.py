@@ -123,9 +123,7 @@ def _worker(conn: Connection, rank: int, world_size: int, folder: str, env: dict
     os.environ.update(env)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size)}
     groups[world_size] = dist.group.WORLD
     conn.send_bytes(b"ready")
@@ -225,9 +223,7 @@ class RankPool:
         path = Path(self._folder, f"rank{rank}.stacks")
         return path.read_text(errors="replace")[-_LOG_TAIL:] if path.exists() else ""
 
-    def outcomes(
-        self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60.0
-    ) -> list[RankOutcome]:
+    def outcomes(self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60.0) -> list[RankOutcome]:
         """Run ``fn(rank, *args)`` on the first ``ranks`` ranks (all by default) and say what each did; never raises for them."""
         count = self.world_size if ranks is None else ranks
         if not 1 <= count <= self.world_size:
@@ -316,9 +312,7 @@ def run_ranks_outcomes(
         pool.close()
 
 
-def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``world_size`` fresh processes and return their values; :class:`RankError` if one failed."""
     outcomes = run_ranks_outcomes(fn, world_size, *args, timeout=timeout, env=env)
     if any(o.status != "ok" for o in outcomes):

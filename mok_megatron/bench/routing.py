@@ -149,9 +149,7 @@ def expert_ids(name: str, *, seed: int, step: int, num_tokens: int, num_experts:
     Raises:
         MoKArgumentError: unknown name, or a shape that no table can have.
     """
-    counts = expert_counts(
-        name, seed=seed, step=step, num_tokens=num_tokens, num_experts=num_experts, topk=topk
-    )
+    counts = expert_counts(name, seed=seed, step=step, num_tokens=num_tokens, num_experts=num_experts, topk=topk)
     rng = _rng(name, seed, step, "table")
     order = list(range(num_experts))
     rng.shuffle(order)

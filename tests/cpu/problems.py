@@ -48,9 +48,7 @@ class Batch:
         )
 
 
-def random_routes(
-    tokens: int, experts: int, topk: int, generator: torch.Generator, missing: float = 0.1
-) -> torch.Tensor:
+def random_routes(tokens: int, experts: int, topk: int, generator: torch.Generator, missing: float = 0.1) -> torch.Tensor:
     """int32 [T, K]: distinct experts in ascending order, each route absent (-1) with probability ``missing``."""
     routes = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :topk].sort(1).values.to(torch.int32)
     routes[torch.rand(tokens, topk, generator=generator) < missing] = -1
@@ -203,13 +201,9 @@ def run_on_rank(rank: int, batch: Batch, run: Run, use_group: bool = True) -> di
             if group is not None:
                 torch.distributed.barrier(group)
         schedule = functional.build_schedule(workspace, config, part.topk_experts)
-        y, context = functional.forward(
-            config, workspace, schedule, part.x, part.router_weights, w13, w2, save_context=not run.recompute
-        )
+        y, context = functional.forward(config, workspace, schedule, part.x, part.router_weights, w13, w2, save_context=not run.recompute)
         if run.recompute:
-            context = functional.recompute_forward_context(
-                config, workspace, schedule, part.x, part.router_weights, w13
-            )
+            context = functional.recompute_forward_context(config, workspace, schedule, part.x, part.router_weights, w13)
         grads: Any = None
         if run.main_grads is not None:
             grads = tuple(torch.full(w.shape, run.main_grad_fill, dtype=run.main_grads) for w in (part.w13, part.w2))

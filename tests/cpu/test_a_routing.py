@@ -32,9 +32,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @DTYPES
 @pytest.mark.parametrize("config", [{}, SMALLEST_RING], ids=["whole", "ring"])
 @pytest.mark.parametrize("tokens", [(8, 8), (0, 8)], ids=["cold-rank", "cold-rank-and-source"])
-def test_a_t1_all_routes_to_rank_0(
-    ranks4: RankPool, seed: int, dtype: torch.dtype, tokens: tuple[int, int], config: dict[str, Any]
-) -> None:
+def test_a_t1_all_routes_to_rank_0(ranks4: RankPool, seed: int, dtype: torch.dtype, tokens: tuple[int, int], config: dict[str, Any]) -> None:
     routes = torch.tensor([[0, 1]], dtype=torch.int32).repeat(sum(tokens), 1)
     batch = random_batch(seed, sum(tokens), dtype=dtype, routes=routes)
     run = Run(tokens, config, num_local_tokens=8, main_grads=torch.float32, main_grad_fill=3.25)

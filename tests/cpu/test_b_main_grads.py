@@ -41,9 +41,7 @@ def _exact_batch(dy: float, dtype: torch.dtype) -> Batch:
     )
 
 
-def _microbatches(
-    rank: int, gradients: list[float], dtype: torch.dtype, grad_dtype: torch.dtype, overwrite_first: bool
-) -> list[torch.Tensor]:
+def _microbatches(rank: int, gradients: list[float], dtype: torch.dtype, grad_dtype: torch.dtype, overwrite_first: bool) -> list[torch.Tensor]:
     """Forward of all microbatches, then their backwards into one main_grad; returns the distinct values of both main_grads."""
     run = Run((EXPERTS // 2,) * 2, SMALLEST_RING)
     batches = [local_part(_exact_batch(g, dtype), run.tokens, rank) for g in gradients]

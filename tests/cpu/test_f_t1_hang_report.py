@@ -40,9 +40,7 @@ def _train(rank: int, batch: Batch, behaviour: str) -> None:
             schedule = functional.build_schedule(workspace, config, part.topk_experts, tag=tag)
             if (rank, layer, microbatch) == (ABSENT, 1, 1):
                 _stay_away(behaviour)
-            functional.forward(
-                config, workspace, schedule, part.x, part.router_weights, part.w13, part.w2, tag=tag
-            )
+            functional.forward(config, workspace, schedule, part.x, part.router_weights, part.w13, part.w2, tag=tag)
 
 
 def _stay_away(behaviour: str) -> None:

@@ -17,9 +17,7 @@ def test_f_t4_workload_equals_oracle_at_every_ep_size(ranks4: RankPool, seed: in
     shape = {"num_tokens": 331, "num_experts": 16, "topk": 4}
     for step in range(2):
         generated: dict[str, Any] = {"seed": seed, "step": step, **shape}
-        batch = random_batch(
-            seed + step, 331, experts=16, topk=4, dtype=torch.bfloat16, routes=expert_ids(name, **generated)
-        )
+        batch = random_batch(seed + step, 331, experts=16, topk=4, dtype=torch.bfloat16, routes=expert_ids(name, **generated))
         alone = execute(None, batch, Run((331,)))
         assert alone.expert_rows == expert_counts(name, **generated)
         assert_matches_oracle(alone, batch.oracle())

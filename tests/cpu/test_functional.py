@@ -29,23 +29,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 @DTYPES
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "experts", "topk"), [(64, 64, 4, 2), (128, 192, 8, 3), (320, 128, 4, 1), (64, 320, 16, 8)]
-)
-def test_one_rank_equals_the_oracle(
-    seed: int, dtype: torch.dtype, hidden: int, intermediate: int, experts: int, topk: int
-) -> None:
+@pytest.mark.parametrize(("hidden", "intermediate", "experts", "topk"), [(64, 64, 4, 2), (128, 192, 8, 3), (320, 128, 4, 1), (64, 320, 16, 8)])
+def test_one_rank_equals_the_oracle(seed: int, dtype: torch.dtype, hidden: int, intermediate: int, experts: int, topk: int) -> None:
     """Widths that are no multiple of any tile (192 and 320 = 128 + ...), without torch.distributed."""
-    batch = random_batch(
-        seed, 150, hidden=hidden, intermediate=intermediate, experts=experts, topk=topk, dtype=dtype
-    )
+    batch = random_batch(seed, 150, hidden=hidden, intermediate=intermediate, experts=experts, topk=topk, dtype=dtype)
     assert_matches_oracle(execute(None, batch, Run((150,))), batch.oracle())
 
 
 @DTYPES
-def test_shown_ep_4_ragged_ring_of_one_minibatch_equals_oracle_and_ep_1(
-    ranks4: RankPool, seed: int, dtype: torch.dtype
-) -> None:
+def test_shown_ep_4_ragged_ring_of_one_minibatch_equals_oracle_and_ep_1(ranks4: RankPool, seed: int, dtype: torch.dtype) -> None:
     """EP 4, ragged T including 0, a ring of one minibatch: all outputs and gradients within the oracle's bound, and EP 1's bits."""
     batch = random_batch(seed, 611, hidden=128, intermediate=192, experts=8, topk=3, dtype=dtype)
     spread = execute(ranks4, batch, Run((401, 0, 7, 203), SMALLEST_RING))
@@ -136,9 +128,7 @@ def test_property_any_split_over_ranks_equals_ep_1(ranks4: RankPool, seed: int, 
 
 @DTYPES
 @pytest.mark.parametrize("config", [{}, SMALLEST_RING], ids=["whole", "ring"])
-def test_recomputed_context_gives_the_same_backward(
-    ranks4: RankPool, seed: int, dtype: torch.dtype, config: dict[str, Any]
-) -> None:
+def test_recomputed_context_gives_the_same_backward(ranks4: RankPool, seed: int, dtype: torch.dtype, config: dict[str, Any]) -> None:
     batch = random_batch(seed, 200, experts=8, dtype=dtype)
     saved = execute(ranks4, batch, Run((150, 50), config))
     assert_same_bits(execute(ranks4, batch, Run((150, 50), config, recompute=True)), saved)
@@ -159,9 +149,7 @@ def _contexts(rank: int, batch: Batch, run: Run) -> tuple[list[torch.Tensor], li
 
 @DTYPES
 @pytest.mark.parametrize("config", [{}, SMALLEST_RING], ids=["whole", "ring"])
-def test_recomputed_context_equals_the_saved_one_bit_for_bit(
-    ranks4: RankPool, seed: int, dtype: torch.dtype, config: dict[str, Any]
-) -> None:
+def test_recomputed_context_equals_the_saved_one_bit_for_bit(ranks4: RankPool, seed: int, dtype: torch.dtype, config: dict[str, Any]) -> None:
     batch = random_batch(seed, 200, experts=8, dtype=dtype)
     for saved, again, no_context in ranks4.run(_contexts, batch, Run((150, 50), config), ranks=2):
         assert no_context
@@ -171,9 +159,7 @@ def test_recomputed_context_equals_the_saved_one_bit_for_bit(
 
 @DTYPES
 @pytest.mark.parametrize("config", [{}, SMALLEST_RING], ids=["whole", "ring"])
-def test_stale_buffer_contents_never_show(
-    ranks4: RankPool, seed: int, dtype: torch.dtype, config: dict[str, Any]
-) -> None:
+def test_stale_buffer_contents_never_show(ranks4: RankPool, seed: int, dtype: torch.dtype, config: dict[str, Any]) -> None:
     """Every symmetric buffer and ring full of NaN before the step: same bits as with whatever was there."""
     routes = torch.zeros(90, 2, dtype=torch.int32)
     routes[:, 1] = torch.where(torch.arange(90) % 3 == 0, -1, 5)
@@ -197,9 +183,7 @@ def _interleaved(rank: int, first: Batch, second: Batch, run: Run) -> list[torch
     results: dict[int, list[torch.Tensor]] = {}
     for index in (1, 0, 0):
         part, (schedule, context, y) = parts[index], calls[index]
-        grads = functional.backward(
-            config, workspace, schedule, context, part.dy, part.x, part.router_weights, part.w13, part.w2
-        )
+        grads = functional.backward(config, workspace, schedule, context, part.dy, part.x, part.router_weights, part.w13, part.w2)
         if index in results:
             assert all(torch.equal(a, b) for a, b in zip(results[index][1:], grads, strict=True))
         results[index] = [y, *grads]
@@ -207,9 +191,7 @@ def _interleaved(rank: int, first: Batch, second: Batch, run: Run) -> list[torch
 
 
 @pytest.mark.parametrize("config", [{}, SMALLEST_RING], ids=["whole", "ring"])
-def test_layers_and_microbatches_in_flight_do_not_disturb_each_other(
-    ranks4: RankPool, seed: int, config: dict[str, Any]
-) -> None:
+def test_layers_and_microbatches_in_flight_do_not_disturb_each_other(ranks4: RankPool, seed: int, config: dict[str, Any]) -> None:
     batches = [random_batch(seed + i, 200, experts=8) for i in range(2)]
     run = Run((30, 0, 170, 0), config, num_local_tokens=200)
     parts = ranks4.run(_interleaved, *batches, run)
@@ -243,9 +225,7 @@ def test_no_autograd_graph_and_inputs_untouched(seed: int) -> None:
     schedule = functional.build_schedule(workspace, config, batch.topk_experts)
     y, context = functional.forward(config, workspace, schedule, batch.x, batch.router_weights, batch.w13, batch.w2)
     assert context is not None
-    grads = functional.backward(
-        config, workspace, schedule, context, batch.dy, batch.x, batch.router_weights, batch.w13, batch.w2
-    )
+    grads = functional.backward(config, workspace, schedule, context, batch.dy, batch.x, batch.router_weights, batch.w13, batch.w2)
     assert not any(isinstance(t, torch.Tensor) and t.requires_grad for t in (y, *grads))
     assert all(torch.equal(a.detach(), b) and a.grad is None for a, b in zip(leaves, before, strict=True))
 

@@ -72,9 +72,7 @@ def tables(seed: int, tokens: list[int], experts: int, topk: int, missing: float
     topk=st.integers(1, 4),
     missing=st.sampled_from([0.0, 0.2, 1.0]),
 )
-def test_schedule_equals_the_slow_reference(
-    seed: int, tokens: list[int], local_experts: int, topk: int, missing: float
-) -> None:
+def test_schedule_equals_the_slow_reference(seed: int, tokens: list[int], local_experts: int, topk: int, missing: float) -> None:
     experts = local_experts * len(tokens)
     topk = min(topk, experts)
     routes = tables(seed, tokens, experts, topk, missing)
