@@ -1,0 +1,86 @@
+// C interface between the operators and the kernels: plain data in, a CUDA error code out. No torch types, no exceptions.
+#pragma once
+
+#include <cstdint>
+
+namespace mok {
+
+constexpr int kMaxRanks = 8;
+constexpr int kMaxLocalExperts = 256;
+// Words of one peer's row of flags (mok_megatron/protocol.py names them). Of the three status records the kernels write the fatal one.
+constexpr int kFlagWords = 15;
+enum FlagWord : int { kFlagEntered = 0, kFlagDone = 1, kFlagSignature = 2, kFlagStatusCall = 11, kFlagStatusCode = 12, kFlagStatusMissing = 13 };
+constexpr int64_t kStatusTimedOut = 2;
+
+// What a wait that ran out leaves in host memory, for the thread that raises it.
+struct FaultRecord {
+  int64_t code;  // 0: none; 1: a flag or counter did not arrive in time; 2: a peer reported a fault; 3: bad route; 4: too many rows
+  int64_t phase;  // 0: entered, 1: done, 2: a local counter, 3: schedule exchange
+  int64_t call;
+  int64_t rank;
+  int64_t missing;  // bit mask of ranks
+  int64_t expected;
+  int64_t seen;
+  int64_t waited_nanoseconds;
+  int64_t detail[8];
+};
+
+// Words of a rank that its kernels share. Zero when the workspace is made; every pass leaves it as it found it, but for the call number.
+struct DeviceState {
+  int64_t call;  // finished calls
+  uint32_t compute_ticket;
+  uint32_t comm_ticket;
+  uint32_t exited;
+  uint32_t aborted;
+  uint32_t entered_blocks;
+  uint32_t schedule_blocks;
+};
+
+// Symmetric memory of every rank, as this rank maps it.
+struct PeerMemory {
+  int64_t x[kMaxRanks];               // bf16 [num_local_tokens, H]
+  int64_t router_weights[kMaxRanks];  // fp32 [num_local_tokens, K]
+  int64_t combine[kMaxRanks];         // bf16 [num_local_tokens * K, H]
+  int64_t flags[kMaxRanks];           // int64 [ranks, kFlagWords]
+  int64_t routes[kMaxRanks];          // int32 [2, num_local_tokens, K]
+  int64_t num_tokens[kMaxRanks];      // int64 [2]
+};
+
+struct ForwardCall {
+  PeerMemory peers;
+  int64_t rank, ep_size, num_tokens, topk, hidden, intermediate, num_local_experts;
+  int64_t minibatch_blocks, macrobatch_blocks, capacity_blocks;
+  int64_t num_comm_sms, sm_reserve, timeout_nanoseconds;
+  // Schedule tables (device).
+  int64_t row_source_rank, row_source_slot, expert_rows, expert_row_offsets, topk_experts;
+  // Inputs and outputs (device). `gate_up` 0: nothing is kept for the backward.
+  int64_t x, router_weights, y, x_rows, gate_up;
+  // Scratch of the workspace (device).
+  int64_t ring_weights, ring_activation, weight_maps, counters, state;
+  int64_t fault;  // FaultRecord in mapped host memory
+  int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
+};
+
+struct ScheduleCall {
+  PeerMemory peers;
+  int64_t rank, ep_size, num_tokens, max_tokens, topk, num_local_experts, capacity_rows;
+  int64_t timeout_nanoseconds;
+  int64_t topk_experts;  // int32 or int64 [num_tokens, K]
+  int64_t wide_ids;      // 1: int64
+  int64_t row_source_rank, row_source_slot, expert_rows, expert_row_offsets, num_rows, own_routes;
+  int64_t scratch;  // int32 [schedule_scratch_words()]
+  int64_t state, fault;
+};
+
+}  // namespace mok
+
+extern "C" {
+#define MOK_EXPORT __attribute__((visibility("default")))
+// Each returns a cudaError_t; `stream` is a cudaStream_t.
+MOK_EXPORT int mok_sm90_forward(const mok::ForwardCall* call, void* stream);
+MOK_EXPORT int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream);
+MOK_EXPORT int64_t mok_sm90_schedule_scratch_words(int64_t ep_size, int64_t max_tokens, int64_t topk, int64_t num_local_experts);
+MOK_EXPORT int64_t mok_num_counters(int64_t capacity_blocks, int64_t num_local_experts);
+MOK_EXPORT int64_t mok_forward_call_bytes();
+MOK_EXPORT int64_t mok_schedule_call_bytes();
+}

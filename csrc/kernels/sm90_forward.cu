@@ -1,0 +1,540 @@
+// The forward megakernel for sm_90a, BF16: dispatch, gate/up GEMM with SwiGLU, down GEMM with push combine, and the final sum, in one launch.
+//
+// Persistent, one CTA an SM, in clusters of two. Warpgroup 0 holds the producer warp (bulk tensor loads), the scheduler warp (tickets, decoding,
+// waiting for counters) and two communication warps; warpgroups 1 and 2 multiply: together a 128 x 256 tile. A cluster takes two neighbouring
+// tickets; where their tiles share rows or weights, each CTA loads half of what is shared for both.
+#include <cuda_runtime.h>
+
+#include "../comm/sm90_dispatch.cuh"
+#include "../comm/sm90_wait.cuh"
+#include "../epilogue/sm90_push.cuh"
+#include "../epilogue/sm90_reduce.cuh"
+#include "../epilogue/sm90_swiglu.cuh"
+#include "../mma/sm90_pipeline.cuh"
+#include "../task/stream.h"
+#include "sm90_params.cuh"
+#include "sm90_tensor_map.h"
+
+namespace mok {
+namespace {
+
+static_assert(kBlockRows == 128 && kGateUpCols == 128 && kHiddenCols == 256, "the tile of the kernel");
+static_assert(kDispatchRows % kTaskUnits == 0, "a fetch is split evenly");
+
+constexpr int kThreads = 384;
+constexpr uint32_t kProducerRegisters = 72, kConsumerRegisters = 216;
+constexpr int kSlots = 2;  // one tile in execution, one whose loads are under way
+
+enum class TileKind : int32_t { kExit, kGemm1, kGemm2, kReduce, kSkip };
+enum class Share : int32_t { kNone, kWeights, kRows };
+
+// What the scheduler hands to the other warps.
+struct Tile {
+  TileKind kind;
+  Share share;
+  int32_t iterations;  // stages to walk; both CTAs of a cluster walk as many
+  int32_t expert;
+  int32_t tile_n;
+  int32_t valid_rows;
+  int32_t keep;        // gate and up go to the context
+  int32_t store;       // 0 when the pass was aborted
+  int32_t ring_block;
+  int32_t num_tokens;  // reduce
+  int64_t first_row;   // GEMM: row in the schedule; reduce: token
+  int64_t bumps[2];
+  int32_t num_bumps;
+};
+
+struct Shared {
+  uint8_t stages[kStages][kStageBytes];
+  uint8_t staging[kConsumerWarps][4096];
+  PipelineBarriers pipeline;
+  uint64_t tile_full[kSlots], tile_empty[kSlots];
+  uint64_t ticket_full[kSlots], ticket_empty[kSlots];
+  int64_t tickets[kSlots];
+  Tile tiles[kSlots];
+  Plan plan;
+  WaitContext context;
+  uint32_t last;
+};
+constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
+static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
+
+struct Scheduler {
+  const ForwardParams& params;
+  Shared& shared;
+  uint32_t rank;  // in the cluster
+  uint32_t slot = 0, phase = 0;
+
+  __device__ int32_t iterations_of(const Task& task) const {
+    if (task.kind == TaskKind::kGemm1) return static_cast<int32_t>(params.shape.hidden / kStageK);
+    if (task.kind == TaskKind::kGemm2) return static_cast<int32_t>(params.shape.intermediate / kStageK);
+    return 0;
+  }
+
+  __device__ void publish(const Tile& tile) {
+    ptx::barrier_wait(ptx::smem_address(&shared.tile_empty[slot]), phase ^ 1);
+    shared.tiles[slot] = tile;
+    ptx::barrier_arrive(ptx::smem_address(&shared.tile_full[slot]));
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+
+  __device__ void publish_skip(int32_t iterations) {
+    if (iterations == 0) return;
+    Tile tile = {};
+    tile.kind = TileKind::kSkip;
+    tile.iterations = iterations;
+    publish(tile);
+  }
+
+  __device__ void publish_task(const Task& task, Share share) {
+    const WaitContext& context = shared.context;
+    bool ready = !pass_aborted(context);
+    if (ready && task.peer_wait == PeerWait::kDone) ready = wait_peers(context, kFlagDone, kPhaseDone);
+    for (int i = 0; ready && i < task.num_waits; ++i) {
+      ready = wait_counter(context, params.counters + task.waits[i].first, static_cast<uint32_t>(task.waits[i].target) * kTaskUnits);
+    }
+    // Rows that other SMs stored are read by bulk copies.
+    ptx::fence_async_global();
+    Tile tile;
+    tile.kind = task.kind == TaskKind::kGemm1 ? TileKind::kGemm1 : task.kind == TaskKind::kGemm2 ? TileKind::kGemm2 : TileKind::kReduce;
+    tile.share = share;
+    tile.iterations = iterations_of(task);
+    tile.store = ready;
+    tile.tile_n = static_cast<int32_t>(task.tile_n);
+    tile.num_bumps = task.num_bumps;
+    tile.bumps[0] = task.bumps[0];
+    tile.bumps[1] = task.bumps[1];
+    if (tile.kind == TileKind::kReduce) {
+      tile.first_row = task.first_row;
+      tile.num_tokens = static_cast<int32_t>(task.num_rows);
+    } else {
+      tile.first_row = task.block * kBlockRows;
+      tile.ring_block = static_cast<int32_t>(task.ring_block);
+      tile.expert = static_cast<int32_t>(task.expert);
+      tile.valid_rows = params.expert_rows[task.expert] - static_cast<int32_t>(tile.first_row - params.expert_row_offsets[task.expert]);
+      // The first macrobatch is walked last: what it leaves is what the backward needs.
+      tile.keep = params.gate_up != nullptr && task.macrobatch == 0;
+    }
+    publish(tile);
+  }
+
+  // The pair of tickets (first, first + 1) of the cluster, or a number beyond the last.
+  __device__ int64_t take_tickets(uint32_t turn) {
+    const uint32_t at = turn % kSlots, turn_phase = turn / kSlots & 1;
+    if (rank == 0) {
+      // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
+      ptx::barrier_wait(ptx::smem_address(&shared.tile_empty[slot]), phase ^ 1);
+      const int64_t ticket =
+          pass_aborted(shared.context) ? shared.plan.compute_tasks : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
+      ptx::barrier_wait_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1);
+      ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
+      ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);
+      return ticket;
+    }
+    ptx::barrier_wait_cluster(ptx::smem_address(&shared.ticket_full[at]), turn_phase);
+    const int64_t ticket = *reinterpret_cast<volatile int64_t*>(&shared.tickets[at]);
+    ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_empty[at]), 0);
+    return ticket;
+  }
+
+  __device__ void run() {
+    const Plan& plan = shared.plan;
+    for (uint32_t turn = 0;; ++turn) {
+      const int64_t first = take_tickets(turn);
+      if (first >= plan.compute_tasks) break;
+      const int count = first + 1 < plan.compute_tasks ? 2 : 1;
+      Task tasks[2];
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) tasks[i] = detail::forward_compute_task(plan, first + i);
+      if (count == 2 && tasks[0].kind == tasks[1].kind) {
+        Share share = Share::kNone;
+        if (tasks[0].kind != TaskKind::kReduce && tasks[0].expert == tasks[1].expert) {
+          share = tasks[0].tile_n == tasks[1].tile_n ? Share::kWeights : tasks[0].block == tasks[1].block ? Share::kRows : Share::kNone;
+        }
+        publish_task(tasks[rank], share);
+        continue;
+      }
+      // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        if (i == static_cast<int>(rank)) {
+          publish_task(tasks[i], Share::kNone);
+        } else {
+          publish_skip(iterations_of(tasks[i]));
+        }
+      }
+    }
+    Tile tile = {};
+    tile.kind = TileKind::kExit;
+    publish(tile);
+  }
+};
+
+// Next tile of a role; the caller gives the slot back with `release_tile`.
+struct TileReader {
+  uint32_t full, empty;  // addresses of the slots' barriers
+  uint32_t slot = 0, phase = 0;
+
+  __device__ __forceinline__ uint32_t next() {
+    ptx::barrier_wait(full + slot * 8, phase);
+    return slot;
+  }
+
+  __device__ __forceinline__ void release() {
+    ptx::barrier_arrive(empty + slot * 8);
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void run_producer(const ForwardParams& params, Shared& shared, uint32_t cluster_rank) {
+  const uint32_t stages = ptx::smem_address(shared.stages);
+  const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
+  TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_empty)};
+  PipelineState at;
+  const CUtensorMap* fenced[2] = {nullptr, nullptr};
+  const int32_t intermediate = static_cast<int32_t>(params.shape.intermediate);
+  while (true) {
+    const Tile& tile = shared.tiles[reader.next()];
+    if (tile.kind == TileKind::kExit) return;
+    if (tile.kind == TileKind::kSkip) {
+      for (int k = 0; k < tile.iterations; ++k) {
+        ptx::barrier_wait(empty + at.stage * 8, at.phase ^ 1);
+        ptx::barrier_arrive(full + at.stage * 8);
+        at.advance();
+      }
+    } else if (tile.kind != TileKind::kReduce) {
+      const bool first = tile.kind == TileKind::kGemm1;
+      const CUtensorMap* rows_map = first ? &params.map_x : &params.map_activation;
+      const CUtensorMap* weights_map = params.weight_maps + (first ? 0 : params.shape.num_local_experts) + tile.expert;
+      if (fenced[first] != weights_map) {
+        // The map was written by an earlier kernel's ordinary stores.
+        ptx::tensor_map_acquire(weights_map);
+        fenced[first] = weights_map;
+      }
+      ptx::fence_async_global();
+      const int32_t row = tile.ring_block * static_cast<int32_t>(kBlockRows);
+      const int32_t weight_row = first ? tile.tile_n * static_cast<int32_t>(kGateUpCols) : tile.tile_n * static_cast<int32_t>(kHiddenCols);
+      const int32_t second_half = first ? intermediate : 128;  // from gate rows to up rows; or the next 128 rows
+      const Share share = tile.share;
+      const int iterations = tile.iterations;
+      for (int k = 0; k < iterations; ++k) {
+        ptx::barrier_wait(empty + at.stage * 8, at.phase ^ 1);
+        const uint32_t barrier = full + at.stage * 8;
+        const uint32_t base = stages + at.stage * kStageBytes;
+        const int32_t column = k * kStageK;
+        ptx::barrier_expect_bytes(barrier, kStageBytes);
+        if (share == Share::kRows) {
+          ptx::load_tile_multicast(base + cluster_rank * kHalfABytes, rows_map, barrier, column, row + cluster_rank * 64, 3);
+        } else {
+          ptx::load_tile(base, rows_map, barrier, column, row);
+          ptx::load_tile(base + kHalfABytes, rows_map, barrier, column, row + 64);
+        }
+        if (share == Share::kWeights) {
+          ptx::load_tile_multicast(base + kABytes + cluster_rank * kHalfBBytes, weights_map, barrier, column,
+                                   weight_row + (cluster_rank == 0 ? 0 : second_half), 3);
+        } else {
+          ptx::load_tile(base + kABytes, weights_map, barrier, column, weight_row);
+          ptx::load_tile(base + kABytes + kHalfBBytes, weights_map, barrier, column, weight_row + second_half);
+        }
+        at.advance();
+      }
+    }
+    reader.release();
+  }
+}
+
+__device__ __forceinline__ void announce(const ForwardParams& params, int64_t counter, uint32_t lane) {
+  __syncwarp();
+  if (lane == 0) ptx::add_release_gpu(params.counters + counter, 1);
+}
+
+__device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const Tile& tile, float (&accumulators)[128], uint32_t staging,
+                                             uint32_t warp, uint32_t lane) {
+  const int64_t pitch = params.shape.intermediate;
+  const int64_t ring_row = tile.ring_block * kBlockRows + warp * 16;
+  const int32_t column = tile.tile_n * static_cast<int32_t>(kGateUpCols);
+  const int32_t columns = static_cast<int32_t>(pitch) - column;
+  const float weight_top = params.weight_ring[ring_row + lane / 4], weight_bottom = params.weight_ring[ring_row + 8 + lane / 4];
+  const WarpTile warp_tile{staging};
+  swiglu_store_activation(accumulators, warp_tile, params.activation + row_offset(ring_row, pitch) + column, pitch, columns, weight_top,
+                          weight_bottom, tile.store, lane);
+  // The activation is read by bulk copies of other SMs.
+  ptx::fence_async_global();
+  announce(params, tile.bumps[0], lane);
+  if (tile.keep && tile.store) {
+    __nv_bfloat16* target = params.gate_up + row_offset(ring_row, 2 * pitch) + column;
+    store_projection<0>(accumulators, warp_tile, target, 2 * pitch, columns, lane);
+    store_projection<64>(accumulators, warp_tile, target + pitch, 2 * pitch, columns, lane);
+  }
+}
+
+__device__ __forceinline__ void finish_gemm2(const ForwardParams& params, const Tile& tile, float (&accumulators)[128], uint32_t staging,
+                                             uint32_t warp, uint32_t lane) {
+  const int32_t column = tile.tile_n * static_cast<int32_t>(kHiddenCols);
+  int64_t target = 0;
+  if (lane < 16 && tile.store) {
+    const int64_t row = tile.first_row + warp * 16 + lane;
+    const int32_t rank = params.row_source_rank[row];
+    if (rank >= 0) target = params.peers.combine[rank] + (row_offset(params.row_source_slot[row], params.shape.hidden) + column) * 2;
+  }
+  push_rows(accumulators, staging, target, static_cast<int32_t>(params.shape.hidden) - column, lane);
+  if (params.shape.ep_size > 1) __threadfence_system();
+  announce(params, tile.bumps[0], lane);
+  if (lane == 0) ptx::add_release_gpu(params.counters + tile.bumps[1], 1);
+}
+
+__device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared& shared, uint32_t warp, uint32_t lane) {
+  const uint32_t stages = ptx::smem_address(shared.stages);
+  const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
+  const uint32_t staging = ptx::smem_address(shared.staging[warp]);
+  const uint32_t warpgroup = warp / 4;
+  TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_empty)};
+  PipelineState at;
+  while (true) {
+    const Tile& tile = shared.tiles[reader.next()];
+    if (tile.kind == TileKind::kExit) return;
+    if (tile.kind == TileKind::kSkip) {
+      drain_stages(full, empty, at, tile.iterations, lane);
+    } else if (tile.kind == TileKind::kReduce) {
+      if (tile.store) reduce_tokens(params, tile.first_row + warp, tile.first_row + tile.num_tokens, kConsumerWarps, lane);
+    } else {
+      float accumulators[128];
+      if (tile.valid_rows <= static_cast<int32_t>(warpgroup) * 64) {
+        // All rows of this half are padding: their products are zero.
+#pragma unroll
+        for (int i = 0; i < 128; ++i) accumulators[i] = 0.0f;
+        drain_stages(full, empty, at, tile.iterations, lane);
+      } else {
+        multiply_stages(accumulators, stages, full, empty, at, tile.iterations, warpgroup, lane);
+      }
+      if (tile.kind == TileKind::kGemm1) {
+        finish_gemm1(params, tile, accumulators, staging, warp, lane);
+      } else {
+        finish_gemm2(params, tile, accumulators, staging, warp, lane);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      reader.release();
+    } else {
+      if (++reader.slot == kSlots) {
+        reader.slot = 0;
+        reader.phase ^= 1;
+      }
+    }
+  }
+}
+
+// The last CTA waits for the peers, clears what the pass has counted, and makes the next call's number current.
+__device__ __forceinline__ void leave_pass(const ForwardParams& params, Shared& shared) {
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const uint32_t exited = atomicAdd(&params.state->exited, 1u);
+    __threadfence();
+    shared.last = exited + 1 == gridDim.x;
+    if (shared.last && !pass_aborted(shared.context)) wait_peers(shared.context, kFlagDone, kPhaseDone);
+  }
+  __syncthreads();
+  if (!shared.last) return;
+  const Plan& plan = shared.plan;
+  for (int64_t block = threadIdx.x; block < plan.num_blocks; block += kThreads) {
+    params.counters[plan.dispatched(block)] = 0;
+    params.counters[plan.gemm1_done(block)] = 0;
+    params.counters[plan.gemm2_done(block)] = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    params.counters[plan.transfers_done()] = 0;
+    params.state->compute_ticket = 0;
+    params.state->comm_ticket = 0;
+    params.state->exited = 0;
+    params.state->call += 1;
+  }
+}
+
+__global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
+  extern __shared__ uint8_t raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - ptx::smem_address(raw) % 1024) % 1024);
+  const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const uint32_t cluster_rank = ptx::cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::barrier_init(ptx::smem_address(&shared.pipeline.full[i]), 1);
+      ptx::barrier_init(ptx::smem_address(&shared.pipeline.empty[i]), kConsumerWarps * kClusterSize);
+    }
+    for (int i = 0; i < kSlots; ++i) {
+      ptx::barrier_init(ptx::smem_address(&shared.tile_full[i]), 1);
+      ptx::barrier_init(ptx::smem_address(&shared.tile_empty[i]), kConsumerWarps + 1);
+      ptx::barrier_init(ptx::smem_address(&shared.ticket_full[i]), 1);
+      ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
+    }
+    ptx::fence_barrier_init();
+    shared.plan = make_plan(params.shape, params.expert_row_offsets, nullptr);
+    shared.context = {params.state,          params.fault,          &params.peers, params.shape.rank, params.shape.ep_size,
+                      params.state->call + 1, params.timeout_nanoseconds};
+  }
+  __syncthreads();
+  ptx::cluster_sync();
+
+  if (warp < 4) {
+    ptx::registers_decrease<kProducerRegisters>();
+    if (warp == 0) {
+      if (lane == 0) run_producer(params, shared, cluster_rank);
+    } else if (warp == 1) {
+      if (lane == 0) Scheduler{params, shared, cluster_rank}.run();
+    } else {
+      run_communication(params, shared.context, shared.plan, lane);
+    }
+  } else {
+    ptx::registers_increase<kConsumerRegisters>();
+    run_consumer(params, shared, warp - 4, lane);
+  }
+  __syncwarp();
+  __syncthreads();
+  // A CTA must not leave while its partner may still arrive at its barriers.
+  ptx::cluster_sync();
+  leave_pass(params, shared);
+}
+
+// Copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, and tells the peers.
+struct EnterParams {
+  CUtensorMap map_w13, map_w2;
+  PeerMemory peers;
+  int64_t rank, ep_size, num_local_experts;
+  const uint4* x;
+  int64_t x_chunks;
+  const float* router_weights;
+  int64_t num_weights;
+  CUtensorMap* weight_maps;
+  DeviceState* state;
+  int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
+};
+
+constexpr int kEnterThreads = 512;
+
+__global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_constant__ EnterParams params) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
+  uint4* x = reinterpret_cast<uint4*>(params.peers.x[params.rank]);
+  constexpr int kUnroll = 4;
+  int64_t at = thread;
+  for (; at + (kUnroll - 1) * threads < params.x_chunks; at += kUnroll * threads) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) values[i] = ptx::load_stream_16(params.x + at + i * threads);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) x[at + i * threads] = values[i];
+  }
+  for (; at < params.x_chunks; at += threads) x[at] = params.x[at];
+  float* weights = reinterpret_cast<float*>(params.peers.router_weights[params.rank]);
+  for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
+  if (thread < 2 * params.num_local_experts) {
+    const bool first = thread < params.num_local_experts;
+    CUtensorMap* map = params.weight_maps + thread;
+    *map = first ? params.map_w13 : params.map_w2;
+    ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[thread] : params.w2[thread - params.num_local_experts]));
+    ptx::tensor_map_release();
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();
+  if (atomicAdd(&params.state->entered_blocks, 1u) + 1 != gridDim.x) return;
+  __threadfence_system();
+  params.state->entered_blocks = 0;
+  const int64_t call = params.state->call + 1;
+  for (int64_t peer = 0; peer < params.ep_size; ++peer) {
+    ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[peer]) + params.rank * kFlagWords + kFlagEntered, call);
+  }
+}
+
+int launch_forward(const ForwardCall& call, cudaStream_t stream) {
+  EnterParams enter;
+  ForwardParams params;
+  int code = encode_tensor_map(&enter.map_w13, nullptr, 2 * call.intermediate, call.hidden, 128);
+  if (code == 0) code = encode_tensor_map(&enter.map_w2, nullptr, call.hidden, call.intermediate, 128);
+  const int64_t ring_rows = call.macrobatch_blocks * kBlockRows;
+  if (code == 0) code = encode_tensor_map(&params.map_x, reinterpret_cast<void*>(call.x_rows), ring_rows, call.hidden, 64);
+  if (code == 0) code = encode_tensor_map(&params.map_activation, reinterpret_cast<void*>(call.ring_activation), ring_rows, call.intermediate, 64);
+  if (code != 0) return code;
+
+  static const int kSms = [] {
+    int device = 0, count = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    return count;
+  }();
+
+  enter.peers = call.peers;
+  enter.rank = call.rank;
+  enter.ep_size = call.ep_size;
+  enter.num_local_experts = call.num_local_experts;
+  enter.x = reinterpret_cast<const uint4*>(call.x);
+  enter.x_chunks = call.num_tokens * call.hidden / 8;
+  enter.router_weights = reinterpret_cast<const float*>(call.router_weights);
+  enter.num_weights = call.num_tokens * call.topk;
+  enter.weight_maps = reinterpret_cast<CUtensorMap*>(call.weight_maps);
+  enter.state = reinterpret_cast<DeviceState*>(call.state);
+  for (int64_t e = 0; e < call.num_local_experts; ++e) {
+    enter.w13[e] = call.w13[e];
+    enter.w2[e] = call.w2[e];
+  }
+  enter_kernel<<<kSms, kEnterThreads, 0, stream>>>(enter);
+
+  params.peers = call.peers;
+  params.shape.pass = Pass::kForward;
+  params.shape.rank = call.rank;
+  params.shape.ep_size = call.ep_size;
+  params.shape.num_tokens = call.num_tokens;
+  params.shape.hidden = call.hidden;
+  params.shape.intermediate = call.intermediate;
+  params.shape.num_local_experts = call.num_local_experts;
+  params.shape.minibatch_blocks = call.minibatch_blocks;
+  params.shape.macrobatch_blocks = call.macrobatch_blocks;
+  params.shape.capacity_blocks = call.capacity_blocks;
+  params.timeout_nanoseconds = call.timeout_nanoseconds;
+  params.weight_maps = enter.weight_maps;
+  params.row_source_rank = reinterpret_cast<const int32_t*>(call.row_source_rank);
+  params.row_source_slot = reinterpret_cast<const int32_t*>(call.row_source_slot);
+  params.expert_rows = reinterpret_cast<const int32_t*>(call.expert_rows);
+  params.expert_row_offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
+  params.topk_experts = reinterpret_cast<const int32_t*>(call.topk_experts);
+  params.y = reinterpret_cast<__nv_bfloat16*>(call.y);
+  params.x_ring = reinterpret_cast<__nv_bfloat16*>(call.x_rows);
+  params.gate_up = reinterpret_cast<__nv_bfloat16*>(call.gate_up);
+  params.activation = reinterpret_cast<__nv_bfloat16*>(call.ring_activation);
+  params.weight_ring = reinterpret_cast<float*>(call.ring_weights);
+  params.counters = reinterpret_cast<uint32_t*>(call.counters);
+  params.state = enter.state;
+  params.fault = reinterpret_cast<FaultRecord*>(call.fault);
+  params.topk = static_cast<int32_t>(call.topk);
+  params.comm_clusters = static_cast<int32_t>(call.num_comm_sms / kClusterSize);
+  const int grid = (kSms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
+  if (grid <= 0) return cudaErrorInvalidConfiguration;
+  forward_kernel<<<grid, kThreads, kSharedBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace mok
+
+extern "C" int mok_sm90_forward(const mok::ForwardCall* call, void* stream) {
+  return mok::launch_forward(*call, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t mok_forward_call_bytes() { return sizeof(mok::ForwardCall); }
+
+extern "C" int64_t mok_num_counters(int64_t capacity_blocks, int64_t num_local_experts) {
+  mok::PassShape shape;
+  shape.capacity_blocks = capacity_blocks;
+  shape.num_local_experts = num_local_experts;
+  mok::Plan plan;
+  plan.shape = shape;
+  return plan.num_counters();
+}

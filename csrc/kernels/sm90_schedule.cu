@@ -1,0 +1,246 @@
+// The route schedule on the device: equal to schedule/route_schedule.h bit for bit.
+//
+// Five launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; prefix sums; scatter; padding. A chunk is
+// what one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
+#include <cuda_runtime.h>
+
+#include "../comm/sm90_wait.cuh"
+#include "../task/tiles.h"
+#include "launch.h"
+
+namespace mok {
+namespace {
+
+constexpr int kChunkRoutes = 512;
+constexpr int kPublishThreads = 256, kScanThreads = 256, kFillThreads = 256;
+
+// At least one, so that a group that brings no token launches something.
+int64_t chunks_of_rank(int64_t max_tokens, int64_t topk) {
+  const int64_t chunks = ceil_div(max_tokens * topk, kChunkRoutes);
+  return chunks == 0 ? 1 : chunks;
+}
+
+struct ScheduleParams {
+  ScheduleCall call;
+  int32_t* chunk_counts;  // [chunks of all ranks, E_local], then their exclusive sums
+  int64_t chunks_per_rank;
+};
+
+__device__ __forceinline__ int64_t current_call(const ScheduleCall& call) { return reinterpret_cast<const DeviceState*>(call.state)->call + 1; }
+
+__device__ __forceinline__ WaitContext wait_context(const ScheduleCall& call) {
+  return {reinterpret_cast<DeviceState*>(call.state), reinterpret_cast<FaultRecord*>(call.fault), &call.peers, call.rank, call.ep_size,
+          current_call(call), call.timeout_nanoseconds};
+}
+
+// An id that no expert has is written as -1, so that nothing after it goes out of bounds; the record tells the host.
+__device__ void report_route(const ScheduleCall& call, int64_t kind, int64_t token, int64_t slot, int64_t expert) {
+  FaultRecord* record = reinterpret_cast<FaultRecord*>(call.fault);
+  record->call = current_call(call);
+  record->rank = call.rank;
+  record->detail[0] = kind;
+  record->detail[1] = token;
+  record->detail[2] = slot;
+  record->detail[3] = expert;
+  ptx::store_release_system(&record->code, 3);
+}
+
+__global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_constant__ ScheduleParams params) {
+  const ScheduleCall& call = params.call;
+  const int64_t number = current_call(call), parity = number % 2;
+  const int64_t routes = call.num_tokens * call.topk, experts = call.num_local_experts * call.ep_size;
+  int32_t* shared_routes = reinterpret_cast<int32_t*>(call.peers.routes[call.rank]) + parity * call.max_tokens * call.topk;
+  int32_t* own = reinterpret_cast<int32_t*>(call.own_routes);
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kPublishThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPublishThreads + threadIdx.x; i < routes; i += threads) {
+    const auto id = [&](int64_t at) {
+      return call.wide_ids != 0 ? reinterpret_cast<const int64_t*>(call.topk_experts)[at]
+                                : static_cast<int64_t>(reinterpret_cast<const int32_t*>(call.topk_experts)[at]);
+    };
+    int64_t expert = id(i);
+    const int64_t token = i / call.topk, slot = i % call.topk;
+    if (expert < -1 || expert >= experts) {
+      report_route(call, 1, token, slot, expert);
+      expert = -1;
+    }
+    for (int64_t earlier = token * call.topk; expert != -1 && earlier < i; ++earlier) {
+      if (id(earlier) == expert) {
+        report_route(call, 2, token, slot, expert);
+        expert = -1;
+      }
+    }
+    shared_routes[i] = static_cast<int32_t>(expert);
+    own[i] = static_cast<int32_t>(expert);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  DeviceState* state = reinterpret_cast<DeviceState*>(call.state);
+  __threadfence_system();
+  if (atomicAdd(&state->schedule_blocks, 1u) + 1 != gridDim.x) return;
+  state->schedule_blocks = 0;
+  reinterpret_cast<int64_t*>(call.peers.num_tokens[call.rank])[parity] = call.num_tokens;
+  __threadfence_system();
+  for (int64_t peer = 0; peer < call.ep_size; ++peer) {
+    ptx::store_release_system(reinterpret_cast<int64_t*>(call.peers.flags[peer]) + call.rank * kFlagWords + kFlagEntered, number);
+  }
+}
+
+// Walks one chunk in order. `visit(expert, before)` gets each route's local expert and how many of the chunk's earlier lanes have the same one.
+template <typename Visit>
+__device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t chunk, uint32_t lane, Visit visit) {
+  const ScheduleCall& call = params.call;
+  const int64_t parity = current_call(call) % 2, rank = chunk / params.chunks_per_rank;
+  const int64_t first = chunk % params.chunks_per_rank * kChunkRoutes;
+  const int64_t tokens = reinterpret_cast<const int64_t*>(call.peers.num_tokens[rank])[parity];
+  const int64_t end = min_of(first + kChunkRoutes, tokens * call.topk);
+  const int32_t* routes = reinterpret_cast<const int32_t*>(call.peers.routes[rank]) + parity * call.max_tokens * call.topk;
+  const int32_t first_expert = static_cast<int32_t>(call.rank * call.num_local_experts);
+  for (int64_t base = first; base < end; base += 32) {
+    const int64_t i = base + lane;
+    int32_t expert = i < end ? routes[i] - first_expert : -1;
+    if (expert < 0 || expert >= call.num_local_experts) expert = -1;
+    const uint32_t same = __match_any_sync(0xffffffffu, expert);
+    visit(expert, same, rank, i);
+  }
+}
+
+__global__ void __launch_bounds__(32) count_kernel(const __grid_constant__ ScheduleParams params) {
+  __shared__ int32_t counts[kMaxLocalExperts];
+  const uint32_t lane = threadIdx.x;
+  const WaitContext context = wait_context(params.call);
+  bool ready = true;
+  if (lane == 0) ready = wait_peers(context, kFlagEntered, kPhaseSchedule);
+  ready = __shfl_sync(0xffffffffu, ready, 0);
+  for (int64_t e = lane; e < params.call.num_local_experts; e += 32) counts[e] = 0;
+  __syncwarp();
+  if (ready) {
+    walk_chunk(params, blockIdx.x, lane, [&](int32_t expert, uint32_t same, int64_t, int64_t) {
+      if (expert >= 0 && __ffs(same) - 1 == static_cast<int>(lane)) counts[expert] += __popc(same);
+      __syncwarp();
+    });
+  }
+  int32_t* out = params.chunk_counts + static_cast<int64_t>(blockIdx.x) * params.call.num_local_experts;
+  for (int64_t e = lane; e < params.call.num_local_experts; e += 32) out[e] = counts[e];
+}
+
+// Per expert: exclusive sums over the chunks, which stand in the order of ranks and tokens; then the experts' padded offsets.
+__global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constant__ ScheduleParams params) {
+  __shared__ int64_t padded[kMaxLocalExperts];
+  const ScheduleCall& call = params.call;
+  const int64_t experts = call.num_local_experts, chunks = params.chunks_per_rank * call.ep_size;
+  const int64_t expert = threadIdx.x;
+  if (expert < experts) {
+    int32_t sum = 0;
+    constexpr int kUnroll = 16;
+    for (int64_t chunk = 0; chunk < chunks; chunk += kUnroll) {
+      int32_t counts[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) counts[i] = chunk + i < chunks ? params.chunk_counts[(chunk + i) * experts + expert] : 0;
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        if (chunk + i < chunks) params.chunk_counts[(chunk + i) * experts + expert] = sum;
+        sum += counts[i];
+      }
+    }
+    reinterpret_cast<int32_t*>(call.expert_rows)[expert] = sum;
+    padded[expert] = ceil_div(sum, kBlockRows) * kBlockRows;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  int64_t* offsets = reinterpret_cast<int64_t*>(call.expert_row_offsets);
+  int64_t rows = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    offsets[e] = rows;
+    rows += padded[e];
+  }
+  offsets[experts] = rows;
+  reinterpret_cast<int64_t*>(call.num_rows)[0] = rows;
+  if (rows > call.capacity_rows) {
+    // Nothing is dropped: with no rows at all the passes of this schedule do nothing, and the host raises.
+    FaultRecord* record = reinterpret_cast<FaultRecord*>(call.fault);
+    record->call = current_call(call);
+    record->rank = call.rank;
+    record->detail[0] = rows;
+    record->detail[1] = call.capacity_rows;
+    ptx::store_release_system(&record->code, 4);
+    for (int64_t e = 0; e <= experts; ++e) offsets[e] = 0;
+  }
+}
+
+__global__ void __launch_bounds__(32) scatter_kernel(const __grid_constant__ ScheduleParams params) {
+  __shared__ int32_t cursor[kMaxLocalExperts];
+  const ScheduleCall& call = params.call;
+  const uint32_t lane = threadIdx.x;
+  const int64_t experts = call.num_local_experts;
+  const int64_t* offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
+  int32_t* ranks = reinterpret_cast<int32_t*>(call.row_source_rank);
+  int32_t* slots = reinterpret_cast<int32_t*>(call.row_source_slot);
+  if (offsets[experts] == 0) return;
+  const int32_t* base = params.chunk_counts + static_cast<int64_t>(blockIdx.x) * experts;
+  for (int64_t e = lane; e < experts; e += 32) cursor[e] = base[e];
+  __syncwarp();
+  walk_chunk(params, blockIdx.x, lane, [&](int32_t expert, uint32_t same, int64_t rank, int64_t i) {
+    int32_t first = 0;
+    if (expert >= 0) first = cursor[expert];
+    __syncwarp();
+    if (expert >= 0) {
+      const int64_t row = offsets[expert] + first + __popc(same & ((1u << lane) - 1));
+      ranks[row] = static_cast<int32_t>(rank);
+      slots[row] = static_cast<int32_t>(i);
+      if (__ffs(same) - 1 == static_cast<int>(lane)) cursor[expert] = first + __popc(same);
+    }
+    __syncwarp();
+  });
+}
+
+// Padding rows, and all rows behind the last expert, are -1. The call number moves on once everything has read it.
+__global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ ScheduleParams params) {
+  const ScheduleCall& call = params.call;
+  int32_t* ranks = reinterpret_cast<int32_t*>(call.row_source_rank);
+  int32_t* slots = reinterpret_cast<int32_t*>(call.row_source_slot);
+  const int64_t* offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
+  const int32_t* rows = reinterpret_cast<const int32_t*>(call.expert_rows);
+  const int64_t experts = call.num_local_experts, threads = static_cast<int64_t>(gridDim.x) * kFillThreads;
+  const int64_t total = offsets[experts];
+  for (int64_t e = blockIdx.x; total != 0 && e < experts; e += gridDim.x) {
+    for (int64_t row = offsets[e] + rows[e] + threadIdx.x; row < offsets[e + 1]; row += kFillThreads) {
+      ranks[row] = -1;
+      slots[row] = -1;
+    }
+  }
+  for (int64_t row = total + static_cast<int64_t>(blockIdx.x) * kFillThreads + threadIdx.x; row < call.capacity_rows; row += threads) {
+    ranks[row] = -1;
+    slots[row] = -1;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<DeviceState*>(call.state)->call += 1;
+}
+
+int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
+  ScheduleParams params;
+  params.call = call;
+  params.chunk_counts = reinterpret_cast<int32_t*>(call.scratch);
+  params.chunks_per_rank = chunks_of_rank(call.max_tokens, call.topk);
+  const int64_t routes = call.num_tokens * call.topk;
+  const int publish_blocks = static_cast<int>(routes == 0 ? 1 : min_of(ceil_div(routes, kPublishThreads), 512));
+  const int chunks = static_cast<int>(params.chunks_per_rank * call.ep_size);
+  const int fill_blocks = static_cast<int>(min_of(ceil_div(call.capacity_rows, kFillThreads), 264));
+  publish_kernel<<<publish_blocks, kPublishThreads, 0, stream>>>(params);
+  count_kernel<<<chunks, 32, 0, stream>>>(params);
+  scan_kernel<<<1, kScanThreads, 0, stream>>>(params);
+  scatter_kernel<<<chunks, 32, 0, stream>>>(params);
+  fill_kernel<<<fill_blocks, kFillThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace mok
+
+extern "C" int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream) {
+  return mok::launch_schedule(*call, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t mok_schedule_call_bytes() { return sizeof(mok::ScheduleCall); }
+
+extern "C" int64_t mok_sm90_schedule_scratch_words(int64_t ep_size, int64_t max_tokens, int64_t topk, int64_t num_local_experts) {
+  return mok::chunks_of_rank(max_tokens, topk) * ep_size * num_local_experts;
+}
