@@ -53,6 +53,10 @@ def summarise(settings: dict[str, Any], machine: dict[str, Any], runs: dict[str,
         "floor_between_dispatchers": between_dispatchers,
         "floor_inputs_moved_by_one_ulp": one_ulp,
         "limit": limit,
+        "relative_gradient_norm_difference": {
+            name: _largest_difference([1.0] * len(stock), _ratios(run["gradient_norms"], runs["alltoall"]["gradient_norms"]))
+            for name, run in runs.items()
+        },
         "settings": settings,
         "machine": machine,
         "runs": runs,
@@ -64,6 +68,10 @@ def _largest_difference(a: list[float], b: list[float]) -> float:
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
+def _ratios(a: list[float], b: list[float]) -> list[float]:
+    return [x / y if y else math.nan for x, y in zip(a, b, strict=True)]
+
+
 def step_time(run: dict[str, Any]) -> float:
     """Median seconds of a step, without the first steps where there are enough of them."""
     seconds = run["seconds_per_step"]
@@ -72,6 +80,7 @@ def step_time(run: dict[str, Any]) -> float:
 
 def to_markdown(report: dict[str, Any]) -> str:
     settings, machine, runs = report["settings"], report["machine"], report["runs"]
+    norms = report["relative_gradient_norm_difference"]
     verdict = "**MoK agrees with AllToAll.**" if report["passed"] else "**FAILED.**"
     lines = [
         "# MoK and Megatron's AllToAll, the same training twice",
@@ -86,6 +95,9 @@ def to_markdown(report: dict[str, Any]) -> str:
         "| floor: AllToAll, input embedding moved by one unit in the last place | "
         f"{report['floor_inputs_moved_by_one_ulp']:.3e} |",
         f"| allowed: {ALLOWED_MULTIPLE_OF_FLOOR:g} times the larger floor | {report['limit']:.3e} |",
+        "",
+        "For information, the largest relative difference of the gradient norm to AllToAll's: "
+        + ", ".join(f"{name} {value:.1e}" for name, value in norms.items() if name != "alltoall"),
         "",
         "![losses](loss.png)",
         "",
@@ -102,7 +114,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"Executor of MoK: {machine['executor']}. {machine['executor_reason']}",
+        f"MoK ran on the {machine['executor']}: {machine['executor_reason']}.",
         "",
         "Times on this executor say nothing about the speed of MoK on a GPU.",
         "",

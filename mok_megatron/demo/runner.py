@@ -87,7 +87,7 @@ def _machine() -> dict[str, object]:
     )
     return {
         "executor": "CPU executor",
-        "executor_reason": reason + ".",
+        "executor_reason": reason,
         "mok_megatron": __version__,
         "megatron-core": importlib.metadata.version("megatron-core"),
         "torch": torch.__version__,

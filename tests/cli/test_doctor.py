@@ -1,0 +1,207 @@
+"""``mok-megatron doctor``: what it finds and what it says to a command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mok_megatron import doctor
+from tests.cli.conftest import ROOT, Result, write_tree
+
+Mok = Callable[..., Result]
+
+GOOD = [
+    "--", "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-experts", "8", "--moe-router-topk", "2", "--hidden-size", "256",
+    "--moe-ffn-hidden-size", "128", "--swiglu", "--disable-bias-linear", "--bf16", "--no-gradient-accumulation-fusion",
+    "--expert-model-parallel-size", "2",
+]  # fmt: skip
+
+NO_DRIVER = """
+import atexit, ctypes, importlib.machinery, os, sys
+
+find_spec = importlib.machinery.PathFinder.find_spec
+
+class Hide(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in BLOCKED else find_spec(name, path, target)
+
+open_library = ctypes.CDLL.__init__
+def refuse_driver(self, name, *args, **kwargs):
+    if name and "libcuda.so" in str(name):
+        raise OSError(f"{name}: cannot open shared object file (blocked)")
+    open_library(self, name, *args, **kwargs)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Hide
+ctypes.CDLL.__init__ = refuse_driver
+
+def check_at_exit():
+    torch = sys.modules.get("torch")
+    initialised = torch is not None and torch.cuda.is_initialized()
+    mapped = "libcuda.so" in open("/proc/self/maps").read()
+    if initialised or mapped:
+        os.write(2, f"CUDA was touched: initialised {initialised}, libcuda mapped {mapped}".encode())
+        os._exit(77)
+
+atexit.register(check_at_exit)
+"""
+
+
+def no_driver(tmp_path: Path, blocked: tuple[str, ...] = ("transformer_engine", "apex", "amp_C", "deep_ep")) -> Path:
+    return write_tree(tmp_path / "no_driver", {"sitecustomize.py": f"BLOCKED = {blocked!r}\n{NO_DRIVER}"})
+
+
+CPU_REFERENCE = """
+import torch
+from mok_megatron import MoKConfig, functional
+config = MoKConfig()
+workspace = functional.get_workspace(
+    config, None, device=torch.device("cpu"), num_local_tokens=8, hidden_size=64, topk=2, num_local_experts=4,
+    intermediate_size=64, dtype=torch.float32)
+schedule = functional.build_schedule(workspace, config, torch.tensor([[0, 1], [2, 3]]))
+y, ctx = functional.forward(config, workspace, schedule, torch.ones(2, 64), torch.ones(2, 2),
+                            torch.ones(4, 128, 64), torch.ones(4, 64, 64))
+assert y.shape == (2, 64) and y.abs().min() > 0
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-m", "mok_megatron.cli", "--help"],
+        ["-m", "mok_megatron.cli", "demo", "--help"],
+        ["-m", "mok_megatron.cli", "doctor"],
+        ["-m", "mok_megatron.cli", "doctor", *GOOD],
+        ["-c", "import mok_megatron; mok_megatron.build_info()"],
+        ["-c", CPU_REFERENCE],
+    ],
+    ids=["help", "demo-help", "doctor", "doctor-command", "import", "cpu-reference"],
+)
+def test_e_t1_works_without_driver_te_and_apex(tmp_path: Path, arguments: list[str]) -> None:
+    done = run_python(arguments, no_driver(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_e_t1_the_check_itself_finds_an_initialised_cuda(tmp_path: Path) -> None:
+    pretend = "import torch; torch.cuda.is_initialized = lambda: True"
+    assert run_python(["-c", pretend], no_driver(tmp_path)).returncode == 77
+    site = no_driver(tmp_path)
+    write_tree(site, {"apex/__init__.py": ""})
+    assert run_python(["-c", "import apex"], site).returncode == 1
+    assert run_python(["-c", "import ctypes; ctypes.CDLL('libcuda.so.1')"], no_driver(tmp_path)).returncode == 1
+
+
+def run_python(arguments: list[str], site: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": f"{site}:{ROOT}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_e_t1_doctor_survives_packages_that_cannot_be_imported(tmp_path: Path, mok: Mok) -> None:
+    broken = "raise OSError('libcuda.so.1: cannot open shared object file')\n"
+    site = write_tree(
+        tmp_path / "broken", {f"{name}/__init__.py": broken for name in ("transformer_engine", "apex", "deep_ep")}
+    )
+    result = mok("doctor", path=(site,))
+    assert result.code == 0, result
+    assert "Transformer Engine: present" in result.out
+
+
+def test_e_t2_unrelated_apex_is_told_apart(tmp_path: Path, mok: Mok) -> None:
+    site = write_tree(tmp_path / "web", {"apex/__init__.py": "", "apex/models.py": "", "apex/forms/__init__.py": ""})
+    result = mok("doctor", path=(site,))
+    assert "another project that shares the name, not NVIDIA's APEX" in result.out, result
+    assert str(site) in result.out
+    assert_gives_build_route(result.out)
+    assert result.code == 0  # MoK itself does not need APEX
+
+
+def test_e_t2_fusion_is_refused_with_that_text(tmp_path: Path, mok: Mok) -> None:
+    site = write_tree(tmp_path / "web", {"apex/__init__.py": ""})
+    with_fusion = [word for word in GOOD if word != "--no-gradient-accumulation-fusion"]
+    result = mok("doctor", "--json", *with_fusion, path=(site, no_driver(tmp_path, blocked=("transformer_engine",))))
+    (refusal,) = [flag for flag in json.loads(result.out)["flags"] if flag["verdict"] == "refused"]
+    assert refusal["flag"] == "--gradient-accumulation-fusion"
+    assert "another project that shares the name" in refusal["reason"]
+    assert_gives_build_route(refusal["reason"])
+    assert result.code == 1
+
+
+def test_e_t2_nvidia_apex_without_its_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {f"apex/{name}/__init__.py": "" for name in ("multi_tensor_apply", "optimizers", "normalization")}
+    monkeypatch.syspath_prepend(write_tree(tmp_path / "nv", {"apex/__init__.py": "", **packages}))
+    finding = doctor.find_apex()
+    assert "NVIDIA's" in finding.value and "built without amp_C, fused_weight_gradient_mlp_cuda" in finding.value
+    assert_gives_build_route(finding.advice)
+
+    write_tree(tmp_path / "nv", {"amp_C.py": "", "fused_weight_gradient_mlp_cuda.py": ""})
+    assert doctor.find_apex().state == doctor.OK
+
+
+def assert_gives_build_route(text: str) -> None:
+    assert "https://github.com/NVIDIA/apex" in text and "--no-build-isolation ." in text
+    assert "pip install apex" not in text
+
+
+REFUSED = {
+    "ep-3": (["--expert-model-parallel-size", "3"], "--expert-model-parallel-size", "multiple of the expert-parallel size"),
+    "ep-16": (["--expert-model-parallel-size", "16", "--num-experts", "64"], "--expert-model-parallel-size", "NVLink domain"),
+    "hidden-100": (["--hidden-size", "100"], "--hidden-size", "multiple of 64"),
+    "fp16": (["--fp16"], "--fp16", "use --bf16"),
+    "nvfp4": (["--fp4-format", "e2m1"], "--fp4-format", "NVFP4"),
+    "lora": (["--lora-rank", "8"], "--lora-rank", "LoRA"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_f_t5_refusal_names_flag_and_rule(mok: Mok, name: str) -> None:
+    added, flag, rule = REFUSED[name]
+    result = mok("doctor", "--json", *GOOD, *added)
+    refused = [verdict for verdict in json.loads(result.out)["flags"] if verdict["verdict"] == "refused"]
+    assert [verdict["flag"] for verdict in refused] == [flag]
+    assert rule in refused[0]["reason"]
+    assert result.code == 1
+
+
+def test_f_t5_supported_command_line(mok: Mok) -> None:
+    result = mok("doctor", *GOOD)
+    assert result.code == 0, result
+    for promised in ("expert-parallel sizes: 1 to 8", "hidden size: a multiple of 64", "precision: BF16 and FP32", "links: "):
+        assert promised in result.out
+    assert "supported   --num-experts 8" in result.out
+    assert "refused " not in result.out
+    assert "--nproc-per-node" not in result.out  # the launcher's flags are not Megatron's
+
+
+def test_unbuilt_library_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mok_megatron.build.BUILD_INFO", tmp_path / "none.json")
+    answer = doctor.diagnose([])
+    (finding,) = [f for f in answer["findings"] if f["subject"] == "mok_megatron"]
+    assert finding["state"] == doctor.PROBLEM and "not built" in finding["value"]
+    assert not answer["healthy"]
+
+
+SMI = """#!/bin/sh
+case "$*" in
+  *driver_version*) echo 580.1; echo 580.1;;
+  *compute_cap*) echo "0, NVIDIA H200, 9.0, 143771 MiB"; echo "1, NVIDIA H200, 9.0, 143771 MiB";;
+  topo*) printf '\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0 X LINK 0-15\\nGPU1 LINK X 0-15\\n';;
+esac
+"""
+
+
+@pytest.mark.parametrize(("link", "said"), [("NV18", "NV18 between all pairs"), ("SYS", "SYS between all pairs: no NVLink")])
+def test_gpus_and_links_are_read_from_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, said: str
+) -> None:
+    program = write_tree(tmp_path, {"nvidia-smi": SMI.replace("LINK", link)}) / "nvidia-smi"
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    findings = {finding.subject: finding for finding in doctor.examine()}
+    assert findings["CUDA driver"].value == "580.1"
+    assert findings["GPUs"].value == "0: NVIDIA H200 (sm_90); 1: NVIDIA H200 (sm_90)"
+    assert findings["links"].value == said
