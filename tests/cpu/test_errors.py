@@ -156,7 +156,6 @@ def _workspace_attempt(rank: int, changes: list[dict[str, Any]]) -> list[tuple[s
         if rank == OFFENDER:
             arguments.update({k: v for k, v in change.items() if k != "config"})
         found.append(_attempt(lambda c=config, a=arguments: functional.get_workspace(c, job_group(), **a)))
-        functional.clear_workspaces()
     return found
 
 
