@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Megatron compiles small functions with inductor, which takes seconds each on a CPU and changes nothing here.
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
