@@ -140,7 +140,7 @@ def test_refusals_in_a_row_are_all_seen_by_slow_peers(ranks4: RankPool, seed: in
 
 
 def _workspace_attempt(rank: int, changes: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """get_workspace with rank OFFENDER's arguments changed."""
+    """get_workspace with rank OFFENDER's arguments changed, for shapes that no other test has a workspace for."""
     found = []
     for change in changes:
         config = MoKConfig(**(change.get("config", {}) if rank == OFFENDER else {}))
@@ -148,8 +148,8 @@ def _workspace_attempt(rank: int, changes: list[dict[str, Any]]) -> list[tuple[s
             "device": "cpu",
             "num_local_tokens": 16,
             "hidden_size": 64,
-            "topk": 2,
-            "num_local_experts": 2,
+            "topk": 3,
+            "num_local_experts": 5,
             "intermediate_size": 64,
             "dtype": torch.float32,
         }
@@ -164,7 +164,7 @@ def test_workspace_arguments_are_checked_on_every_rank(ranks4: RankPool) -> None
         "hidden": ({"hidden_size": 100}, ("hidden_size=100", "multiple of 64")),
         "intermediate": ({"intermediate_size": 96}, ("intermediate_size=96", "multiple of 64")),
         "topk": ({"topk": 33}, ("topk=33", "32")),
-        "topk-experts": ({"topk": 7, "num_local_experts": 2}, ("topk=7", "number of experts")),
+        "topk-experts": ({"topk": 16}, ("topk=16", "number of experts", "15")),
         "experts": ({"num_local_experts": 257}, ("num_local_experts=257", "256")),
         "tokens": ({"num_local_tokens": -1}, ("num_local_tokens=-1",)),
         "float": ({"hidden_size": 64.0}, ("hidden_size=64.0", "integer")),
@@ -187,8 +187,8 @@ def _agreed(rank: int) -> tuple[int, bool, int]:
         "device": "cpu",
         "num_local_tokens": (10, 0, 70)[rank],
         "hidden_size": 64,
-        "topk": 2,
-        "num_local_experts": 2,
+        "topk": 3,
+        "num_local_experts": 7,
         "intermediate_size": 64,
         "dtype": torch.float32,
     }
