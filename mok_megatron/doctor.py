@@ -19,9 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mok_megatron.errors import MoKUnsupportedError
+from mok_megatron.config import CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK, MoKConfig
+from mok_megatron.errors import MoKArgumentError, MoKUnsupportedError
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+ON_GPUS = "this version has no backward pass for GPUs yet, so training runs on the CPU executor"
 
 APEX_BUILD_ROUTE = (
     "NVIDIA's APEX is not on PyPI; it is built from its own source: git clone https://github.com/NVIDIA/apex, then in "
@@ -127,7 +130,7 @@ def _gpus() -> list[Finding]:
     links = _nvidia_smi("topo", "-m")
     return [
         Finding("CUDA driver", driver[0].strip()),
-        Finding("GPUs", listed, NOTE, "this version of MoK has no GPU executor yet; it runs on the CPU executor"),
+        Finding("GPUs", listed, NOTE, ON_GPUS),
         Finding("links", _summarise_links(links, len(gpus)), NOTE),
     ]
 
@@ -224,12 +227,12 @@ def _deep_ep() -> Finding:
 def supported_here() -> list[tuple[str, str]]:
     """What MoK supports on this machine, as (property, rule)."""
     return [
-        ("executor", "CPU (the GPU executor does not exist yet)"),
-        ("expert-parallel sizes", "1 to 8, processes of one host; the number of experts must be a multiple"),
-        ("local experts", "up to 256 a rank"),
-        ("routes a token", "up to 32; rows with fewer are fine"),
-        ("hidden size", "a multiple of 64"),
-        ("expert intermediate size", "a multiple of 64"),
+        ("executor", f"CPU; {ON_GPUS}"),
+        ("expert-parallel sizes", f"1 to {MAX_EP_SIZE}, processes of one host; the number of experts must be a multiple"),
+        ("local experts", f"up to {MAX_LOCAL_EXPERTS} a rank"),
+        ("routes a token", f"up to {MAX_TOPK}; rows with fewer are fine"),
+        ("hidden size", f"a multiple of {CHANNEL_MULTIPLE}"),
+        ("expert intermediate size", f"a multiple of {CHANNEL_MULTIPLE}"),
         ("tokens a rank", "any number, other than its peers' too, or none"),
         ("precision", "BF16 and FP32 weights; gradients accumulate into FP32 or BF16 main_grad; FP16, FP8 and FP4 are refused"),
         ("links", "shared memory of one host"),
@@ -252,13 +255,37 @@ def judge(command: Sequence[str]) -> list[dict[str, str]]:
     script = next((i for i, word in enumerate(command) if word.endswith(".py")), -1)
     flags = list(command[script + 1 :])
     try:
-        from mok_megatron.megatron.support import check_arguments
+        from mok_megatron.megatron.support import check_arguments, namespace_from_argv
     except ImportError as error:
         raise MoKUnsupportedError(f"the command line cannot be judged: {error}") from error
+    own = {name: value for name, value in vars(namespace_from_argv(flags)).items() if name.startswith("mok_")}
     verdicts = [
-        {"flag": v.flag, "value": str(v.value), "verdict": v.verdict, "reason": v.reason} for v in check_arguments(flags)
+        {"flag": v.flag, "value": str(v.value), "verdict": v.verdict, "reason": v.reason}
+        for v in check_arguments(flags)
+        if not v.flag.startswith(("--mok-", "--moe-backend"))
     ]
-    return _judge_gradient_fusion(flags) + verdicts
+    found = _judge_knobs(own) + _judge_gradient_fusion(flags) + verdicts
+    return sorted(found, key=lambda verdict: verdict["verdict"] != "refused")
+
+
+def _judge_knobs(own: dict[str, Any]) -> list[dict[str, str]]:
+    """MoK's own flags (attribute names, values), by the rules of MoKConfig."""
+    knobs = {field.name for field in dataclasses.fields(MoKConfig)}
+    others = {"mok_config", "mok_max_tokens_per_rank", "mok_log_expert_load"}
+    found = []
+    for name, value in own.items():
+        verdict, reason = "supported", "a flag of MoK's own"
+        try:
+            if name.removeprefix("mok_") in knobs:
+                MoKConfig.from_mapping({name.removeprefix("mok_"): value})
+            elif name == "mok_config":
+                MoKConfig.from_yaml(value)
+            elif name not in others:
+                verdict, reason = "refused", "MoK has no such flag"
+        except MoKArgumentError as error:
+            verdict, reason = "refused", str(error)
+        found.append({"flag": "--" + name.replace("_", "-"), "value": str(value), "verdict": verdict, "reason": reason})
+    return found
 
 
 def _judge_gradient_fusion(flags: Sequence[str]) -> list[dict[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from mok_megatron.demo import report
 from mok_megatron.demo.settings import DemoSettings
+from mok_megatron.errors import MoKUnsupportedError
 
 EXIT_AGREES = 0
 EXIT_DIFFERS = 1
@@ -25,9 +28,13 @@ def run_demo(settings: DemoSettings) -> int:
     Returns:
         0: MoK stayed within four times the floor. 1: it did not. 3: the training itself failed or took longer than
         ``settings.timeout_seconds``; no report is written then, and no process is left behind.
+
+    Raises:
+        MoKUnsupportedError: a package that the demo needs is not installed.
     """
+    _require_packages()
     machine = _machine()
-    # The CPU executor is what this version has: Megatron must not pick a GPU for tensors that MoK then refuses.
+    # Training is for the CPU executor: Megatron must not pick a GPU for tensors that MoK then refuses.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     print(f"MoK runs on the {machine['executor']}: {machine['executor_reason']}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="mok-demo-") as scratch:
@@ -71,17 +78,32 @@ def _train_rank(rank: int, settings: DemoSettings, scratch: str) -> None:
     train_rank(rank, settings, scratch)
 
 
-def _machine() -> dict[str, object]:
-    import importlib.metadata
+def _require_packages() -> None:
+    needed = {"megatron.core": "megatron-core", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+    missing = [package for module, package in needed.items() if not _is_installed(module)]
+    if missing:
+        raise MoKUnsupportedError(
+            f"the demo needs {' and '.join(missing)}, not installed here; install mok-megatron with its extra: "
+            "pip install '.[demo]'"
+        )
 
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that would hold it is missing
+        return False
+
+
+def _machine() -> dict[str, object]:
     import torch
 
     from mok_megatron import __version__
-    from mok_megatron.doctor import find_gpus
+    from mok_megatron.doctor import ON_GPUS, find_gpus
 
     gpus = find_gpus()
     reason = (
-        f"{len(gpus)} GPU(s) found and left unused, as this version of mok_megatron has no GPU executor yet"
+        f"{len(gpus)} GPU(s) found and left unused: {ON_GPUS}"
         if gpus
         else "no NVIDIA GPU found"
     )

@@ -77,6 +77,17 @@ forward, backward = functional.forward, functional.backward
     assert "**FAILED.**" in result.out and "more than 4 times the floor" in result.out
 
 
+def test_says_which_package_is_missing(mok: Mok, tmp_path: Path) -> None:
+    hide = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in ("megatron.core", "tqdm") else find_spec(name, package)
+"""
+    result = mok("demo", path=(write_tree(tmp_path / "hidden", {"sitecustomize.py": hide}),))
+    assert result.code == 2, result
+    assert "the demo needs megatron-core and tqdm, not installed here" in result.err
+
+
 def test_a_failing_rank_fails_the_command(mok: Mok, tmp_path: Path) -> None:
     code = """
 from mok_megatron import functional

@@ -153,6 +153,8 @@ REFUSED = {
     "hidden-100": (["--hidden-size", "100"], "--hidden-size", "multiple of 64"),
     "fp16": (["--fp16"], "--fp16", "use --bf16"),
     "nvfp4": (["--fp4-format", "e2m1"], "--fp4-format", "NVFP4"),
+    "minibatch-100": (["--mok-minibatch-size", "100"], "--mok-minibatch-size", "must be >= 128 and a multiple of 128"),
+    "knob-unknown": (["--mok-minibatch", "128"], "--mok-minibatch", "no such flag"),
     "lora": (["--lora-rank", "8"], "--lora-rank", "LoRA"),
 }
 
