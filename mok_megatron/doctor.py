@@ -32,7 +32,8 @@ APEX_BUILD_ROUTE = (
     "Megatron also runs without it: pass --no-gradient-accumulation-fusion"
 )
 _APEX_PACKAGES = ("multi_tensor_apply", "optimizers", "normalization")
-_APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
+_FUSION_EXTENSION = "fused_weight_gradient_mlp_cuda"
+_APEX_EXTENSIONS = ("amp_C", _FUSION_EXTENSION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def find_gpus() -> list[dict[str, str]]:
     fields = ("index", "name", "compute_cap", "memory.total")
     answer = _nvidia_smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
     names = ("index", "name", "compute_capability", "memory")
-    return [dict(zip(names, (cell.strip() for cell in line.split(",")), strict=True)) for line in answer]
+    return [dict(zip(names, (cell.strip() for cell in line.split(",")), strict=False)) for line in answer]
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:
@@ -289,18 +290,16 @@ def _judge_knobs(own: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _judge_gradient_fusion(flags: Sequence[str]) -> list[dict[str, str]]:
-    """Megatron's own linear layers, on which MoK has no say, stop at construction when fusion is on without an extension."""
-    if "--no-gradient-accumulation-fusion" in flags or importlib.util.find_spec("transformer_engine") is not None:
+    """Megatron's own output layer, on which MoK has no say, stops at construction when fusion is on without an extension."""
+    if "--no-gradient-accumulation-fusion" in flags or importlib.util.find_spec(_FUSION_EXTENSION) is not None:
         return []
     apex = find_apex()
-    if apex.state == OK:
-        return []
     return [
         {
             "flag": "--gradient-accumulation-fusion",
             "value": "on (Megatron's default)",
             "verdict": "refused",
-            "reason": "Megatron's linear layers need Transformer Engine or APEX's fused_weight_gradient_mlp_cuda for it. "
+            "reason": f"Megatron's output layer needs APEX's {_FUSION_EXTENSION} for it. "
             f"APEX: {apex.value}. {apex.advice}",
         }
     ]
