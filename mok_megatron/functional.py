@@ -4,15 +4,18 @@ Every function is a collective call of the workspace's group: all ranks make the
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from mok_megatron.config import MoKConfig
-from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
-from mok_megatron.executors.cpu import CpuPass, PassInputs, WeightGradTarget, drive, exchange_routes
-from mok_megatron.ops import Pass, RouteFaultKind, find_route_fault, route_schedule
-from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, GroupProtocol, PassTag, StatusCode, poll
+from mok_megatron.device_calls import device_call, device_forward, device_schedule
+from mok_megatron.errors import MoKArgumentError
+from mok_megatron.executors.cpu import PassInputs, WeightGradTarget
+from mok_megatron.host_calls import host_call, host_pass, host_schedule
+from mok_megatron.ops import Pass
+from mok_megatron.protocol import CallKind, PassTag
 from mok_megatron.schedule import MoKContext, MoKSchedule
 from mok_megatron.workspace import MoKWorkspace, clear_workspaces, get_workspace
 
@@ -32,85 +35,20 @@ WeightArgument = torch.Tensor | Sequence[torch.Tensor]
 GradArgument = torch.Tensor | Sequence[torch.Tensor | None] | None
 OverwriteArgument = bool | Sequence[bool]
 
-_BLOCK_ROWS = 128
+
+def _call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassTag | None) -> contextlib.AbstractContextManager[Any]:
+    """One numbered call: what fails inside it on one rank is raised on all of them."""
+    if workspace.device.type == "cuda":
+        return device_call(workspace, config, kind, tag)
+    return host_call(workspace, config, kind, tag)
 
 
-@contextlib.contextmanager
-def _call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassTag | None) -> Iterator[CallState]:
-    """One numbered call: what fails inside it on one rank is raised on all of them.
-
-    A refusal (a bad argument, too many rows) is published, the group waits until nobody touches anybody's memory any more, and goes on with
-    the next call. Anything else is fatal for the workspace.
-    """
-    workspace.check_usable()
-    protocol = workspace.protocol
-    state = CallState(protocol, protocol.call, kind, tag or PassTag(), config.timeout_seconds)
-    workspace.in_call = True
-    try:
-        try:
-            yield state
-        except MoKArgumentError as error:
-            protocol.publish_status(state.call, StatusCode.REFUSED, str(error))
-            protocol.signal_entered(state.call, kind, state.tag)
-            _drain(state)
-            raise
-        except MoKPeerError:
-            if not _is_fatal(protocol):
-                _drain(state)
-            raise
-        protocol.advance()
-    except MoKTimeoutError as error:
-        _fail(workspace, state, StatusCode.TIMED_OUT, error, error.missing_ranks)
-        raise
-    except (MoKArgumentError, MoKCapacityError):
-        # Every rank counts the same routes, so that every rank raises a MoKCapacityError by itself.
-        protocol.advance()
-        raise
-    except MoKPeerError as error:
-        if _is_fatal(protocol):
-            _fail(workspace, state, StatusCode.FAILED, error)
-        else:
-            protocol.advance()
-        raise
-    except BaseException as error:
-        fault = error if isinstance(error, MoKError) else MoKError(f"rank {workspace.rank}, {state.name}: {error!r}")
-        _fail(workspace, state, StatusCode.FAILED, fault)
-        raise
-    finally:
-        workspace.in_call = False
+def _require_host(workspace: MoKWorkspace, function: str) -> None:
+    if workspace.device.type != "cpu":
+        raise MoKArgumentError(f"device={workspace.device}: {function} runs on the CPU only in this version; GPUs run the forward")
 
 
-def _fail(
-    workspace: MoKWorkspace, state: CallState, code: StatusCode, error: MoKError, missing: Sequence[int] = ()
-) -> None:
-    workspace.fail(error)
-    workspace.failure_raised = True
-    state.protocol.publish_status(state.call, code, str(error), missing)
-
-
-def _is_fatal(protocol: GroupProtocol) -> bool:
-    return any(protocol.fatal_fault(peer) is not None for peer in range(protocol.ep_size))
-
-
-def _drain(state: CallState) -> None:
-    """Leave a refused call: say that this rank is through with its peers' memory, and wait until they are with its own."""
-    protocol = state.protocol
-    flag = Flag.ENTERED if state.kind == CallKind.SCHEDULE else Flag.DONE
-    if flag == Flag.DONE:
-        protocol.signal_done(state.call)
-    poll(_ArrivalWait(state, flag, range(protocol.ep_size)), state.limit_seconds)
-
-
-class _ArrivalWait(FlagWait):
-    """A FlagWait that a refusal does not end."""
-
-    def ready(self) -> bool:
-        return not self.missing()
-
-
-def _check_tensor(
-    name: str, value: object, sizes: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device
-) -> None:
+def _check_tensor(name: str, value: object, sizes: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
         raise MoKArgumentError(f"{name}: must be a tensor, is {type(value).__name__}")
     wanted = "[" + ", ".join("*" if size is None else str(size) for size in sizes) + "]"
@@ -132,9 +70,7 @@ def _expert_matrices(
         return list(value.unbind(0))
     if not isinstance(value, Sequence) or len(value) != experts:
         got = f"{len(value)} entries" if isinstance(value, Sequence) else type(value).__name__
-        raise MoKArgumentError(
-            f"{name}: must be a tensor or a sequence of {experts} tensors, one a local expert; is {got}"
-        )
+        raise MoKArgumentError(f"{name}: must be a tensor or a sequence of {experts} tensors, one a local expert; is {got}")
     for index, matrix in enumerate(value):
         if matrix is not None:
             _check_tensor(f"{name}[{index}]", matrix, (rows, cols), dtypes, workspace.device)
@@ -157,32 +93,14 @@ def _w2(value: object, workspace: MoKWorkspace) -> list[torch.Tensor]:
     return _weights("w2", value, workspace, workspace.hidden_size, workspace.intermediate_size)
 
 
-def _check_tokens(
-    workspace: MoKWorkspace, schedule: object, x: torch.Tensor, router_weights: torch.Tensor, x_name: str = "x"
-) -> None:
+def _check_tokens(workspace: MoKWorkspace, schedule: object, x: torch.Tensor, router_weights: torch.Tensor, x_name: str = "x") -> None:
     if not isinstance(schedule, MoKSchedule):
         raise MoKArgumentError(f"schedule: must be a MoKSchedule, is {type(schedule).__name__}")
     _check_tensor(x_name, x, (schedule.num_tokens, workspace.hidden_size), (workspace.dtype,), workspace.device)
-    _check_tensor(
-        "router_weights", router_weights, (schedule.num_tokens, workspace.topk), (torch.float32,), workspace.device
-    )
+    _check_tensor("router_weights", router_weights, (schedule.num_tokens, workspace.topk), (torch.float32,), workspace.device)
 
 
-def _needed_rows(
-    topk_experts: torch.Tensor, num_tokens: list[int], num_experts: int, num_local_experts: int
-) -> list[int]:
-    """Padded rows that each rank would need."""
-    counts = torch.zeros(num_experts, dtype=torch.int64)
-    for rank, tokens in enumerate(num_tokens):
-        routes = topk_experts[rank, :tokens].flatten()
-        counts += torch.bincount(routes[routes >= 0], minlength=num_experts)
-    padded = (counts + _BLOCK_ROWS - 1) // _BLOCK_ROWS * _BLOCK_ROWS
-    return padded.view(-1, num_local_experts).sum(dim=1).tolist()
-
-
-def build_schedule(
-    workspace: MoKWorkspace, config: MoKConfig, topk_experts: torch.Tensor, *, tag: PassTag | None = None
-) -> MoKSchedule:
+def build_schedule(workspace: MoKWorkspace, config: MoKConfig, topk_experts: torch.Tensor, *, tag: PassTag | None = None) -> MoKSchedule:
     """Gather every rank's routes and build this rank's schedule.
 
     Args:
@@ -195,47 +113,16 @@ def build_schedule(
         MoKTimeoutError, MoKPeerError: a rank did not come, or refused.
     """
     with _call(workspace, config, CallKind.SCHEDULE, tag) as state:
-        shape, rank = workspace.shape, workspace.rank
-        _check_tensor(
-            "topk_experts",
-            topk_experts,
-            (None, workspace.topk),
-            (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8),
-            workspace.device,
-        )
+        integers = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
+        _check_tensor("topk_experts", topk_experts, (None, workspace.topk), integers, workspace.device)
         tokens = topk_experts.shape[0]
         if tokens > workspace.num_local_tokens:
             raise MoKArgumentError(
-                f"topk_experts: rank {rank} brings {tokens} tokens, must be at most num_local_tokens={workspace.num_local_tokens}"
+                f"topk_experts: rank {workspace.rank} brings {tokens} tokens, must be at most num_local_tokens={workspace.num_local_tokens}"
             )
-        wide = topk_experts.to(torch.int64)
-        out_of_range = (wide < -1) | (wide >= shape.num_experts)
-        # Narrow only what fits: an id beyond 32 bits must not wrap into a valid one.
-        routes = torch.where(out_of_range, shape.num_experts, wide).to(torch.int32).contiguous()
-        fault, token, slot, _ = find_route_fault(routes, shape.num_experts)
-        if fault != RouteFaultKind.NONE:
-            expert = int(wide[token, slot])
-            rule = (
-                f"must be -1 or in [0, {shape.num_experts})"
-                if fault == RouteFaultKind.OUT_OF_RANGE
-                else "must not repeat inside a token's row"
-            )
-            raise MoKArgumentError(f"topk_experts[{token}, {slot}]={expert} on rank {rank}: {rule}")
-        gathered, num_tokens = drive(exchange_routes(workspace, state, routes), state.limit_seconds)
-        if shape.schedule_capacity_multiplier < 1:
-            needed = _needed_rows(gathered, num_tokens.tolist(), shape.num_experts, shape.num_local_experts)
-            worst = max(range(workspace.ep_size), key=needed.__getitem__)
-            if needed[worst] > shape.capacity_rows:
-                raise MoKCapacityError(
-                    f"rank {worst} needs {needed[worst]} rows (padded), available are {shape.capacity_rows} with "
-                    f"schedule_capacity_multiplier={shape.schedule_capacity_multiplier}; rows needed by rank: {needed}. "
-                    "No row was dropped; raise the multiplier",
-                    rank=worst,
-                    needed_rows=needed[worst],
-                    available_rows=shape.capacity_rows,
-                )
-        tables = route_schedule(gathered, num_tokens, rank, shape.num_local_experts, shape.capacity_rows)
-        return MoKSchedule(tokens, *tables, topk_experts=routes)
+        if workspace.device.type == "cuda":
+            return device_schedule(workspace, state, topk_experts)
+        return host_schedule(workspace, state, topk_experts)
 
 
 def _new_context(workspace: MoKWorkspace) -> MoKContext:
@@ -274,8 +161,9 @@ def forward(
         _check_tokens(workspace, schedule, x, router_weights)
         inputs = PassInputs(x, router_weights, _w13(w13, workspace), _w2(w2, workspace))
         inputs.context = _new_context(workspace) if save_context else None
-        outputs = drive(CpuPass(workspace, schedule, state, Pass.FORWARD, inputs).run(), state.limit_seconds)
-        return outputs.tokens, inputs.context
+        if workspace.device.type == "cuda":
+            return device_forward(workspace, state, config, schedule, inputs), inputs.context
+        return host_pass(workspace, state, Pass.FORWARD, schedule, inputs).tokens, inputs.context
 
 
 def recompute_forward_context(
@@ -292,22 +180,19 @@ def recompute_forward_context(
     with _call(workspace, config, CallKind.RECOMPUTE, tag) as state:
         _check_tokens(workspace, schedule, x, router_weights)
         inputs = PassInputs(x, router_weights, _w13(w13, workspace), context=_new_context(workspace))
-        drive(CpuPass(workspace, schedule, state, Pass.RECOMPUTE, inputs).run(), state.limit_seconds)
+        _require_host(workspace, "recompute_forward_context")
+        host_pass(workspace, state, Pass.RECOMPUTE, schedule, inputs)
         return inputs.context
 
 
-def _targets(
-    name: str, grads: GradArgument, overwrite: object, workspace: MoKWorkspace, rows: int, cols: int
-) -> list[WeightGradTarget]:
+def _targets(name: str, grads: GradArgument, overwrite: object, workspace: MoKWorkspace, rows: int, cols: int) -> list[WeightGradTarget]:
     experts = workspace.num_local_experts
     if grads is None:
         return [WeightGradTarget(None, False)] * experts
     tensors = _expert_matrices(f"main_grads ({name})", grads, workspace, rows, cols, (torch.float32, torch.bfloat16))
     flags = [overwrite] * experts if isinstance(overwrite, bool) else overwrite
     if not isinstance(flags, Sequence) or len(flags) != experts or not all(isinstance(flag, bool) for flag in flags):
-        raise MoKArgumentError(
-            f"overwrite_main_grads ({name})={overwrite!r}: must be a bool or a sequence of {experts} bools"
-        )
+        raise MoKArgumentError(f"overwrite_main_grads ({name})={overwrite!r}: must be a bool or a sequence of {experts} bools")
     return [WeightGradTarget(tensor, flag) for tensor, flag in zip(tensors, flags, strict=True)]
 
 
@@ -369,6 +254,7 @@ def backward(
                 raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {type(pair).__name__}")
         inputs.grads13 = _targets("w13", main_grads[0], overwrite_main_grads[0], workspace, 2 * inner, hidden)
         inputs.grads2 = _targets("w2", main_grads[1], overwrite_main_grads[1], workspace, hidden, inner)
-        outputs = drive(CpuPass(workspace, schedule, state, Pass.BACKWARD, inputs).run(), state.limit_seconds)
+        _require_host(workspace, "backward")
+        outputs = host_pass(workspace, state, Pass.BACKWARD, schedule, inputs)
         dw13, dw2 = main_grads if fresh else (None, None)
         return outputs.tokens, outputs.d_router_weights, dw13, dw2

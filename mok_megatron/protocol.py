@@ -50,6 +50,12 @@ _FATAL_RECORD = 2
 ROW_WORDS = len(Flag) + STATUS_RECORDS * len(StatusWord)
 
 
+def fatal_status_words() -> tuple[int, int]:
+    """Places of a fatal record's call and code in a peer's row."""
+    at = len(Flag) + _FATAL_RECORD * len(StatusWord)
+    return at + StatusWord.CALL, at + StatusWord.CODE
+
+
 class StatusCode(enum.IntEnum):
     REFUSED = 1  # this call only
     TIMED_OUT = 2  # fatal from here on

@@ -31,7 +31,7 @@ _thread: threading.Thread | None = None
 def watch(workspace: "MoKWorkspace") -> None:
     """Look at a workspace's flags from now on."""
     global _thread
-    if workspace.ep_size == 1:
+    if workspace.ep_size == 1 and workspace.device.type == "cpu":
         return
     with _lock:
         _watched.add(workspace)
@@ -45,8 +45,12 @@ def unwatch(workspace: "MoKWorkspace") -> None:
         _watched.discard(workspace)
 
 
-def find_fault(workspace: "MoKWorkspace") -> MoKPeerError | None:
-    """A peer's fatal fault that this rank has not raised yet."""
+def find_fault(workspace: "MoKWorkspace") -> MoKError | None:
+    """A fatal fault, a peer's or of this rank's kernels, that this rank has not raised yet."""
+    if workspace.device.type == "cuda":
+        from mok_megatron.device_calls import device_fault
+
+        return device_fault(workspace)
     protocol = workspace.protocol
     for peer in range(workspace.ep_size):
         if peer == workspace.rank:
@@ -57,14 +61,15 @@ def find_fault(workspace: "MoKWorkspace") -> MoKPeerError | None:
     return None
 
 
-def _raise_in_main_thread(workspace: "MoKWorkspace", fault: MoKPeerError) -> None:
-    def instantiate(self: MoKPeerError) -> None:
+def _raise_in_main_thread(workspace: "MoKWorkspace", fault: MoKError) -> None:
+    def instantiate(self: MoKError) -> None:
         # Runs when the main thread takes the exception.
         workspace.failure_raised = True
-        MoKPeerError.__init__(self, str(fault), peer=fault.peer)
+        RuntimeError.__init__(self, str(fault))
+        self.__dict__.update(fault.__dict__)
 
     # The interpreter raises a class, not an instance, from another thread.
-    error = type("MoKPeerError", (MoKPeerError,), {"__init__": instantiate})
+    error = type(type(fault).__name__, (type(fault),), {"__init__": instantiate})
     ident = threading.main_thread().ident
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
 

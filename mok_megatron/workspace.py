@@ -1,220 +1,22 @@
-"""Buffers that the ranks of a group share: symmetric memory, flags and rings. One per (group, shapes), shared by all layers.
-
-On the CPU the symmetric buffers are POSIX shared memory that the peers map, so that a pull or a push is a plain memory operation, as over
-NVLink.
-"""
+"""One rank's side of a group: symmetric buffers, flags and rings. One per (group, shapes), shared by all layers."""
 
 import atexit
 import dataclasses
 import datetime
-import math
-import mmap
-import os
-import socket
 import time
-import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from mok_megatron.config import BLOCK_ROWS, CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK, MoKConfig
-from mok_megatron.errors import MoKArgumentError, MoKError, MoKTimeoutError, MoKUnsupportedError
-from mok_megatron.protocol import (
-    ROW_WORDS,
-    STATUS_RECORDS,
-    TEXT_BYTES,
-    CallKind,
-    CallState,
-    Flag,
-    FlagMemory,
-    FlagWait,
-    GroupProtocol,
-    PassTag,
-    StatusCode,
-    poll,
-)
+from mok_megatron.buffers import Rings, SymmetricBuffers, WorkspaceShape
+from mok_megatron.config import MoKConfig
+from mok_megatron.errors import MoKArgumentError, MoKBuildError, MoKError, MoKTimeoutError
+from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, GroupProtocol, PassTag, StatusCode, poll
+from mok_megatron.symmetric_memory import all_gather, map_device_buffers, map_host_buffers
 
-# The ring's margin over num_local_tokens * K, as a fraction.
-_RING_MARGIN = 0.25
-_ALIGNMENT = 256
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkspaceShape:
-    """Everything that the sizes of a workspace depend on; equal on all ranks of the group.
-
-    Raises:
-        MoKArgumentError: a size breaks its rule.
-    """
-
-    ep_size: int
-    num_local_tokens: int
-    hidden_size: int
-    topk: int
-    num_local_experts: int
-    intermediate_size: int
-    dtype: torch.dtype
-    minibatch_size: int | None = None
-    macrobatch_size: int | None = None
-    schedule_capacity_multiplier: float = 1.0
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "num_local_tokens": (self.num_local_tokens, 0, None, 1),
-            "hidden_size": (self.hidden_size, CHANNEL_MULTIPLE, None, CHANNEL_MULTIPLE),
-            "topk": (self.topk, 1, MAX_TOPK, 1),
-            "num_local_experts": (self.num_local_experts, 1, MAX_LOCAL_EXPERTS, 1),
-            "intermediate_size": (self.intermediate_size, CHANNEL_MULTIPLE, None, CHANNEL_MULTIPLE),
-            "expert-parallel size": (self.ep_size, 1, MAX_EP_SIZE, 1),
-        }
-        for name, (value, low, high, multiple) in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise MoKArgumentError(f"{name}={value!r}: must be an integer")
-            if value < low or (high is not None and value > high) or value % multiple:
-                bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-                rule = f"must be {bound}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
-                raise MoKArgumentError(f"{name}={value}: {rule}")
-        if self.dtype not in (torch.bfloat16, torch.float32):
-            raise MoKArgumentError(f"dtype={self.dtype}: must be torch.bfloat16 or torch.float32")
-        if self.num_local_tokens * self.topk > 2**31 - 1:
-            raise MoKArgumentError(
-                f"num_local_tokens={self.num_local_tokens}: times topk={self.topk} must be below 2^31 (row slots are 32-bit)"
-            )
-        if self.topk > self.num_local_experts * self.ep_size:
-            raise MoKArgumentError(
-                f"topk={self.topk}: must not exceed the number of experts, {self.num_local_experts * self.ep_size}"
-            )
-
-    @property
-    def num_experts(self) -> int:
-        return self.num_local_experts * self.ep_size
-
-    @property
-    def capacity_rows(self) -> int:
-        """Rows of the schedule's tables: the share of all routes that is allowed, and the padding of every expert on top."""
-        routes = math.ceil(self.schedule_capacity_multiplier * self.ep_size * self.num_local_tokens * self.topk)
-        return _round_up(routes, BLOCK_ROWS) + self.num_local_experts * BLOCK_ROWS
-
-    def ring(self, num_sms: int) -> tuple[int, int]:
-        """Rows of a minibatch and of the ring, (minibatch_size, macrobatch_size).
-
-        Two waves of 128 x 256 tiles of the narrower GEMM: rows >= 2 * SMs * 128 * 256 / min(2I, H).
-        """
-        narrow = min(2 * self.intermediate_size, self.hidden_size)
-        minibatch = self.minibatch_size or _round_up(math.ceil(2 * num_sms * 128 * 256 / narrow), BLOCK_ROWS)
-        if self.macrobatch_size is not None:
-            if self.minibatch_size is None:
-                minibatch = max(
-                    rows
-                    for rows in range(BLOCK_ROWS, min(minibatch, self.macrobatch_size) + 1, BLOCK_ROWS)
-                    if self.macrobatch_size % rows == 0
-                )
-            return minibatch, self.macrobatch_size
-        routes = math.ceil(self.num_local_tokens * self.topk * (1 + _RING_MARGIN))
-        rows = _round_up(routes, BLOCK_ROWS) + self.num_local_experts * BLOCK_ROWS
-        rows = min(rows, self.capacity_rows)
-        if self.minibatch_size is None:
-            minibatch = min(minibatch, rows)
-        return minibatch, _round_up(rows, minibatch)
-
-
-@dataclasses.dataclass
-class SymmetricBuffers:
-    """What a rank shares with its peers. They read all of it, and write combine, d_router_weights and flags.
-
-    x, dy: [T_max, H]; router_weights: fp32 [T_max, K]; combine: [T_max * K, H], routed outputs or input gradients by slot;
-    d_router_weights: fp32 [T_max * K]; topk_experts: int32 [2, T_max, K] and num_tokens: int64 [2], double-buffered by call parity because a
-    slow peer may still read the last one.
-    """
-
-    x: torch.Tensor
-    dy: torch.Tensor
-    router_weights: torch.Tensor
-    combine: torch.Tensor
-    d_router_weights: torch.Tensor
-    topk_experts: torch.Tensor
-    num_tokens: torch.Tensor
-    flags: FlagMemory
-
-    @staticmethod
-    def layout(shape: WorkspaceShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        tokens, topk = shape.num_local_tokens, shape.topk
-        return {
-            "words": ((shape.ep_size, ROW_WORDS), torch.int64),
-            "num_tokens": ((2,), torch.int64),
-            "texts": ((shape.ep_size, STATUS_RECORDS, TEXT_BYTES), torch.uint8),
-            "topk_experts": ((2, tokens, topk), torch.int32),
-            "x": ((tokens, shape.hidden_size), shape.dtype),
-            "dy": ((tokens, shape.hidden_size), shape.dtype),
-            "router_weights": ((tokens, topk), torch.float32),
-            "combine": ((tokens * topk, shape.hidden_size), shape.dtype),
-            "d_router_weights": ((tokens * topk,), torch.float32),
-        }
-
-    @classmethod
-    def num_bytes(cls, shape: WorkspaceShape) -> int:
-        return sum(
-            _round_up(math.prod(sizes) * dtype.itemsize, _ALIGNMENT) for sizes, dtype in cls.layout(shape).values()
-        )
-
-    @classmethod
-    def from_memory(cls, shape: WorkspaceShape, memory: torch.Tensor) -> "SymmetricBuffers":
-        """Views of uint8 memory of num_bytes(shape) bytes."""
-        views, at = {}, 0
-        for name, (sizes, dtype) in cls.layout(shape).items():
-            size = math.prod(sizes) * dtype.itemsize
-            views[name] = memory[at : at + size].view(dtype).view(sizes)
-            at += _round_up(size, _ALIGNMENT)
-        flags = FlagMemory(views.pop("words"), views.pop("texts"))
-        return cls(flags=flags, **views)
-
-
-@dataclasses.dataclass
-class Rings:
-    """Per-rank scratch rows that macrobatches take turns in, [macrobatch_size, ...].
-
-    x, gate_up: forward without context, and the backward's replay; activation: h = silu(gate) * up * p; dy; d_gate_up;
-    router_weights: fp32 [rows]; d_router_weights: fp32 [rows, tiles], partial sums per 128 columns of I; wgrad13, wgrad2: fp32 weight-sized
-    sums of the expert that straddles two macrobatches.
-    """
-
-    x: torch.Tensor
-    gate_up: torch.Tensor
-    activation: torch.Tensor
-    dy: torch.Tensor
-    d_gate_up: torch.Tensor
-    router_weights: torch.Tensor
-    d_router_weights: torch.Tensor
-    wgrad13: torch.Tensor
-    wgrad2: torch.Tensor
-
-    @classmethod
-    def allocate(cls, shape: WorkspaceShape, macrobatch_size: int, device: torch.device) -> "Rings":
-        rows, hidden, inner = macrobatch_size, shape.hidden_size, shape.intermediate_size
-        straddles = shape.capacity_rows > rows
-
-        def rows_of(width: int) -> torch.Tensor:
-            return torch.empty(rows, width, dtype=shape.dtype, device=device)
-
-        def fp32(*sizes: int) -> torch.Tensor:
-            return torch.empty(*sizes, dtype=torch.float32, device=device)
-
-        return cls(
-            x=rows_of(hidden),
-            gate_up=rows_of(2 * inner),
-            activation=rows_of(inner),
-            dy=rows_of(hidden),
-            d_gate_up=rows_of(2 * inner),
-            router_weights=fp32(rows),
-            d_router_weights=fp32(rows, -(-inner // 128)),
-            wgrad13=fp32(2 * inner, hidden) if straddles else fp32(0),
-            wgrad2=fp32(hidden, inner) if straddles else fp32(0),
-        )
+if TYPE_CHECKING:
+    pass
 
 
 class MoKWorkspace:
@@ -242,11 +44,44 @@ class MoKWorkspace:
         self.buffers = buffers
         self.timeout_seconds = timeout_seconds
         self.minibatch_size, self.macrobatch_size = shape.ring(num_sms)
-        self.rings = Rings.allocate(shape, self.macrobatch_size, device)
-        self.protocol = GroupProtocol(rank, [b.flags for b in buffers], torch.zeros(1, dtype=torch.int64))
+        if device.type == "cuda":
+            self._start_device()
+        else:
+            self.rings = Rings.allocate(shape, self.macrobatch_size, device)
+            self.protocol = GroupProtocol(rank, [b.flags for b in buffers], torch.zeros(1, dtype=torch.int64))
         self.failure: MoKError | None = None
         self.failure_raised = False
         self.in_call = False
+
+    def _start_device(self) -> None:
+        """The kernels' protocol, counters and rings."""
+        from mok_megatron.device_calls import CallLog
+        from mok_megatron.executors.cuda import CudaExecutor, ExecutorShape, RankMemory
+
+        shape, rows = self.shape, self.macrobatch_size
+
+        def ring(*width: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+            return torch.empty(rows, *width, dtype=dtype, device=self.device)
+
+        self.call_log = CallLog()
+        self.executor: CudaExecutor = CudaExecutor(
+            ExecutorShape(
+                self.rank,
+                shape.ep_size,
+                shape.num_local_tokens,
+                shape.topk,
+                shape.hidden_size,
+                shape.intermediate_size,
+                shape.num_local_experts,
+                self.minibatch_size,
+                rows,
+                shape.capacity_rows,
+            ),
+            [RankMemory(b.x, b.router_weights, b.combine, b.flags.words, b.topk_experts, b.num_tokens) for b in self.buffers],
+            ring(shape.hidden_size),
+            ring(shape.intermediate_size),
+            ring(dtype=torch.float32),
+        )
 
     ep_size = property(lambda self: self.shape.ep_size)
     num_local_tokens = property(lambda self: self.shape.num_local_tokens)
@@ -263,7 +98,10 @@ class MoKWorkspace:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds, by purpose."""
-        rings = {f"ring.{f.name}": getattr(self.rings, f.name).nbytes for f in dataclasses.fields(Rings)}
+        if self.device.type == "cuda":
+            rings = self.executor.memory_bytes()
+        else:
+            rings = {f"ring.{f.name}": getattr(self.rings, f.name).nbytes for f in dataclasses.fields(Rings)}
         return {"symmetric": SymmetricBuffers.num_bytes(self.shape), **rings}
 
     def context_bytes(self) -> int:
@@ -295,31 +133,6 @@ class MoKWorkspace:
 _WORKSPACES: dict[tuple[Any, ...], MoKWorkspace] = {}
 
 
-def _shared_memory(name: str, size: int, create: bool) -> torch.Tensor:
-    """Map `size` bytes of POSIX shared memory as uint8."""
-    path = os.path.join("/dev/shm", name)
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-    try:
-        if create:
-            try:
-                # Reserve now: writing to pages that do not exist would end the process with SIGBUS.
-                os.posix_fallocate(descriptor, 0, size)
-            except OSError as error:
-                os.unlink(path)
-                raise MoKArgumentError(
-                    f"num_local_tokens: the symmetric buffers need {size} bytes of shared memory (/dev/shm), which failed: {error}"
-                ) from error
-        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-
-
-def _all_gather(value: Any, group: Any, ep_size: int) -> list[Any]:
-    gathered: list[Any] = [None] * ep_size
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
 def _meet(config: MoKConfig, group: Any, rank: int, request: str) -> None:
     """Make sure that every rank of the group is here before anything collective starts.
 
@@ -330,8 +143,9 @@ def _meet(config: MoKConfig, group: Any, rank: int, request: str) -> None:
         MoKArgumentError: the peers are elsewhere.
         MoKTimeoutError: a rank did not come within config.timeout_seconds.
     """
+    # On GPUs the group's own time-out bounds the exchange below.
     timeout = config.timeout_seconds if isinstance(config, MoKConfig) else MoKConfig.timeout_seconds
-    known = [workspace for workspace in _WORKSPACES.values() if workspace.group is group and workspace.failure is None]
+    known = [w for w in _WORKSPACES.values() if w.group is group and w.failure is None and w.device.type == "cpu"]
     if known:
         protocol = known[0].protocol
         state = CallState(protocol, protocol.call, CallKind.RESIZE, PassTag(), timeout)
@@ -365,11 +179,9 @@ def _meet(config: MoKConfig, group: Any, rank: int, request: str) -> None:
             ) from error
 
 
-def _agree(
-    shape: WorkspaceShape | None, fault: Exception | None, group: Any, ep_size: int, rank: int
-) -> WorkspaceShape:
+def _agree(shape: WorkspaceShape | None, fault: Exception | None, group: Any, ep_size: int, rank: int) -> WorkspaceShape:
     """The shape that all ranks agree on, or the same error on all of them."""
-    gathered = _all_gather((shape, None if fault is None else f"{fault}"), group, ep_size)
+    gathered = all_gather((shape, None if fault is None else f"{fault}"), group, ep_size)
     faults = [f"rank {r}: {text}" for r, (_, text) in enumerate(gathered) if text is not None]
     if faults:
         raise MoKArgumentError("; ".join(faults)) from fault
@@ -384,36 +196,14 @@ def _agree(
     return agreed
 
 
-def _map_buffers(shape: WorkspaceShape, group: Any, rank: int) -> list[SymmetricBuffers]:
-    size = SymmetricBuffers.num_bytes(shape)
-    if shape.ep_size == 1:
-        memory = torch.zeros(size, dtype=torch.uint8)
-        return [SymmetricBuffers.from_memory(shape, memory)]
-    name, own, fault = f"mok_megatron_{uuid.uuid4().hex}", None, None
+def _check_device(device: torch.device) -> None:
+    """Raise MoKArgumentError where this GPU has no kernels."""
+    from mok_megatron.build import build_info, check_device_architecture
+
     try:
-        own = _shared_memory(name, size, create=True)
-    except (MoKError, OSError) as error:
-        fault = str(error)
-    gathered = _all_gather((socket.gethostname(), name, fault), group, shape.ep_size)
-    try:
-        faults = [f"rank {r}: {text}" for r, (_, _, text) in enumerate(gathered) if text is not None]
-        if faults:
-            raise MoKArgumentError("; ".join(faults))
-        hosts = {host for host, _, _ in gathered}
-        if len(hosts) > 1:
-            raise MoKUnsupportedError(
-                f"the expert-parallel group spans hosts {sorted(hosts)}: on the CPU its ranks must be processes of one host"
-            )
-        maps = [
-            own if r == rank else _shared_memory(peer_name, size, create=False)
-            for r, (_, peer_name, _) in enumerate(gathered)
-        ]
-        dist.barrier(group=group)
-    finally:
-        # Mapped everywhere or failed everywhere: the name is not needed any more, and no crash leaves it behind.
-        if own is not None:
-            os.unlink(os.path.join("/dev/shm", name))
-    return [SymmetricBuffers.from_memory(shape, memory) for memory in maps]
+        check_device_architecture(build_info(), torch.cuda.get_device_capability(device))
+    except MoKBuildError as error:
+        raise MoKArgumentError(f"device={device}: {error}") from error
 
 
 def get_workspace(
@@ -447,8 +237,13 @@ def get_workspace(
     device = torch.device(device)
     shape, fault = None, None
     try:
-        if device.type != "cpu":
-            raise MoKArgumentError(f"device={device}: must be cpu; this version has no executor for {device.type}")
+        if device.type not in ("cpu", "cuda"):
+            raise MoKArgumentError(f"device={device}: must be cpu or cuda")
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            if dtype != torch.bfloat16:
+                raise MoKArgumentError(f"dtype={dtype}: must be torch.bfloat16 on a GPU")
+            _check_device(device)
         if not isinstance(config, MoKConfig):
             raise MoKArgumentError(f"config={config!r}: must be a MoKConfig")
         shape = WorkspaceShape(
@@ -475,8 +270,13 @@ def get_workspace(
     if group is not None:
         _meet(config, group, rank, f"num_local_tokens={num_local_tokens}, hidden_size={hidden_size}, topk={topk}")
         shape = _agree(shape, fault, group, ep_size, rank)
-    buffers = _map_buffers(shape, group, rank)
-    workspace = MoKWorkspace(shape, rank, buffers, device=device, group=group, timeout_seconds=config.timeout_seconds)
+    num_sms = 1
+    if device.type == "cuda":
+        buffers = map_device_buffers(shape, group, rank, device)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        buffers = map_host_buffers(shape, group, rank)
+    workspace = MoKWorkspace(shape, rank, buffers, device=device, group=group, num_sms=num_sms, timeout_seconds=config.timeout_seconds)
     _WORKSPACES[key] = workspace
     from mok_megatron import watchdog
 
