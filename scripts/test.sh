@@ -13,4 +13,4 @@ if [ $# -eq 0 ]; then
 fi
 # Several processes a test, on few cores: one thread each, and no test may hang the run.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$VENV/bin/python" -m pytest -rs --timeout 300 --durations 10 "$@"
+exec "$VENV/bin/python" -m pytest -rs --disable-warnings --timeout 300 --durations 10 "$@"
