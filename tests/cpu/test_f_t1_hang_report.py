@@ -97,6 +97,49 @@ def test_f_t1_the_absent_rank_hears_of_it(seed: int) -> None:
     assert "mok_megatron" in absent.output and "missing" in absent.output, absent.describe()
 
 
+def _absent_in(rank: int, batch: Batch, phase: str) -> None:
+    """One layer's step of which rank ABSENT leaves out one call."""
+    config = MoKConfig(timeout_seconds=LIMIT)
+    workspace = functional.get_workspace(
+        config,
+        job_group(),
+        device="cpu",
+        num_local_tokens=8,
+        hidden_size=64,
+        topk=2,
+        num_local_experts=2,
+        intermediate_size=64,
+        dtype=torch.float32,
+    )
+    part = local_part(batch, TOKENS, rank)
+    tag = PassTag(layer=7, microbatch=5)
+    operands = (part.x, part.router_weights, part.w13, part.w2)
+
+    def here(name: str) -> bool:
+        if rank == ABSENT and name == phase:
+            _stay_away("exits")
+        return True
+
+    if here("schedule"):
+        schedule = functional.build_schedule(workspace, config, part.topk_experts, tag=tag)
+    if here("recompute"):
+        context = functional.recompute_forward_context(config, workspace, schedule, *operands[:3], tag=tag)
+    if here("backward"):
+        functional.backward(config, workspace, schedule, context, part.dy, *operands, tag=tag)
+
+
+@pytest.mark.parametrize("phase", ["schedule", "recompute", "backward"])
+def test_f_t1_every_kind_of_call_names_the_absent_rank(seed: int, phase: str) -> None:
+    outcomes = run_ranks_outcomes(_absent_in, 4, random_batch(seed, 24, experts=8), phase, timeout=45)
+    for outcome in outcomes:
+        if outcome.rank == ABSENT:
+            continue
+        assert outcome.error_types[:1] == ("MoKTimeoutError",), outcome.describe()
+        assert outcome.attributes["missing_ranks"] == (ABSENT,), outcome.describe()
+        for piece in (phase, "layer 7", "microbatch 5"):
+            assert piece in outcome.message, outcome.message
+
+
 def _late(rank: int, batch: Batch) -> tuple[torch.Tensor, float]:
     """One rank comes late, but within the limit."""
     config = MoKConfig(timeout_seconds=20.0)
