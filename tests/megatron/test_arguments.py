@@ -130,6 +130,8 @@ def test_the_environment_selects_where_the_flag_is_absent(monkeypatch: pytest.Mo
     # Arguments from a YAML file have no such attribute.
     assert settings.resolve(Namespace()).backend == "alltoall"
     monkeypatch.setenv(settings.BACKEND_VARIABLE, "cats")
+    with pytest.raises(SystemExit):
+        parse()
     with pytest.raises(MoKArgumentError, match="MOK_MOE_BACKEND is 'cats'"):
         settings.resolve(None)
 

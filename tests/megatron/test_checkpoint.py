@@ -18,7 +18,6 @@ from tests.distributed import RankPool
 from tests.megatron import helpers
 from tests.megatron.helpers import build_layer, make_config, start_megatron, tokens
 
-
 PREFIX = "decoder.layers.0.mlp."
 
 

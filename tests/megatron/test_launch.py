@@ -1,0 +1,148 @@
+"""The launcher and the one-line import: argv, sys.path[0] and __name__ as the script expects, flags, errors and exit codes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.helpers import MEGATRON
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if importlib.util.find_spec("megatron.training") is not None:
+    PARSE = "from megatron.training.arguments import parse_args\nargs = parse_args()\n"
+else:
+    # megatron-core 0.16.1's wheel has no megatron.training: a stand-in in the script's folder, as a checkout would be.
+    PARSE = "import megatron.training.arguments as arguments\nargs = arguments.parse_args()\n"
+
+STAND_IN = """
+import argparse
+
+def add_megatron_arguments(parser):
+    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    parser.add_argument("--moe-flex-dispatcher-backend", default="deepep")
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--swiglu", action="store_true")
+    parser.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
+    return parser
+
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser()).parse_args()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for scripts, with megatron.training in it where the wheel has none."""
+    if MEGATRON < (0, 17):
+        training = tmp_path / "megatron" / "training"
+        training.mkdir(parents=True)
+        (training / "arguments.py").write_text(STAND_IN)
+        (training / "training.py").write_text("def training_log(loss_dict, iteration): ...\n")
+    return tmp_path
+
+
+def run(folder: Path, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment}
+    return subprocess.run(command, cwd=folder.parent, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def launch(folder: Path, body: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(body))
+    return run(folder, [sys.executable, "-m", "mok_megatron.launch", str(script), *arguments], **environment)
+
+
+def test_the_script_finds_itself_as_without_the_launcher(folder: Path) -> None:
+    """Through a link, which Python follows for sys.path[0] and keeps in argv."""
+    real = folder / "real"
+    real.mkdir()
+    (real / "neighbour.py").write_text("VALUE = 'the module beside the script'\n")
+    body = """
+        import pickle, sys
+        import neighbour
+        class Here: pass
+        print(repr((sys.argv, sys.path[0], __name__, __file__, neighbour.VALUE)))
+        print(type(pickle.loads(pickle.dumps(Here()))) is Here, sys.modules["__main__"].__file__ == __file__)
+        if __name__ == "__main__":
+            sys.exit(7)
+    """
+    (real / "train.py").write_text(textwrap.dedent(body))
+    link = folder / "link.py"
+    link.symlink_to(real / "train.py")
+    words = [str(link), "--flag", "a b", "--x=1"]
+    launched = run(folder, [sys.executable, "-m", "mok_megatron.launch", *words])
+    plain = run(folder, [sys.executable, *words])
+    assert launched.returncode == plain.returncode == 7, launched.stderr
+    assert launched.stdout == plain.stdout
+    assert str(words) in launched.stdout and "True True" in launched.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["no_such_script.py"]])
+def test_a_missing_script_is_an_error(folder: Path, arguments: list[str]) -> None:
+    ended = run(folder, [sys.executable, "-m", "mok_megatron.launch", *arguments])
+    assert ended.returncode != 0
+    assert ("usage" if not arguments else "no such script: no_such_script.py") in ended.stderr
+
+
+SHOW = PARSE + "print(args.moe_backend, args.moe_token_dispatcher_type, args.moe_flex_dispatcher_backend, args.mok_sm_reserve)\n"
+
+
+def test_megatrons_parser_has_the_flags(folder: Path) -> None:
+    ended = launch(folder, SHOW, "--moe-backend", "hybridep", "--mok-sm-reserve", "5")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "hybridep flex hybridep 5"
+
+
+def test_the_one_line_import_and_the_environment(folder: Path) -> None:
+    """Also after Megatron's modules were imported."""
+    script = folder / "train.py"
+    script.write_text("import megatron.training.arguments\nimport mok_megatron.autoload\n" + SHOW)
+    ended = run(folder, [sys.executable, str(script)], MOK_MOE_BACKEND="alltoall")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "alltoall alltoall deepep None"
+
+
+def test_a_refused_flag_ends_the_program_before_anything_starts(folder: Path) -> None:
+    """F-T5: refused at parse time with the rule named."""
+    model = ["--num-experts", "8", "--hidden-size", "100", "--num-layers", "1", "--swiglu", "--disable-bias-linear"]
+    ended = launch(folder, SHOW, "--moe-backend", "mok", *model)
+    assert ended.returncode == 2
+    assert "--hidden-size (is 100)" in ended.stderr and "multiple of 64" in ended.stderr
+    assert "usage:" not in ended.stderr
+    assert "mok allgather" not in ended.stdout
+
+
+def test_e_t5_mok_with_the_library_missing_ends_with_the_next_step(folder: Path) -> None:
+    body = "import sys\nimport mok_megatron.build as build\nfrom pathlib import Path\nbuild.LIBRARY = Path('missing.so')\n"
+    body += SHOW + "sys.argv[-1] = 'mok'\n" + SHOW
+    ended = launch(folder, body, "--moe-backend", "alltoall")
+    assert ended.stdout.splitlines()[-1] == "alltoall alltoall deepep None", "the others do not need it"
+    assert ended.returncode == 2
+    assert "--moe-backend=mok was asked for and cannot run here" in ended.stderr
+    assert "missing.so is missing" in ended.stderr and "pip install" in ended.stderr
+
+
+def test_e_t5_a_layer_is_never_built_with_another_backend_in_silence(folder: Path) -> None:
+    body = """
+        from tests.megatron.helpers import build_layer, make_config, start_megatron
+        import mok_megatron.build as build
+        from pathlib import Path
+        start_megatron(1)
+        build.load_library.cache_clear()
+        build.LIBRARY = Path("missing.so")
+        build_layer("mok", make_config())
+        print("built")
+    """
+    ended = launch(folder, body)
+    assert ended.returncode != 0
+    assert "MoKBuildError: --moe-backend=mok was asked for and cannot run here" in ended.stderr
+    assert "built" not in ended.stdout
