@@ -7,8 +7,10 @@
 
 namespace mok {
 
-constexpr int kFetchRows = kDispatchRows / kTaskUnits;  // rows of one warp's part of a task
-constexpr int kFetchUnroll = 8;                         // 16-byte loads in flight a lane
+constexpr int kFetchRows = 4;    // rows of one warp's part of a task
+constexpr int kFetchParts = kDispatchRows / kFetchRows;
+constexpr int kFetchUnroll = 8;  // 16-byte loads in flight a lane
+static_assert(kDispatchRows % kFetchRows == 0, "a fetch is split evenly");
 
 // `count` 16-byte chunks by one warp; a null source is zeros.
 __device__ __forceinline__ void copy_row(const uint4* source, uint4* target, int32_t count, uint32_t lane) {
@@ -28,9 +30,12 @@ __device__ __forceinline__ void copy_row(const uint4* source, uint4* target, int
   }
 }
 
-__device__ __forceinline__ void fetch_rows(const ForwardParams& params, int64_t first_row, int64_t ring_row, uint32_t lane) {
+// `count` rows, from row `offset` of a fetch task on; announced when they are in place.
+__device__ __forceinline__ void fetch_rows(const ForwardParams& params, const Task& task, int32_t offset, int32_t count, uint32_t lane) {
+  const int64_t first_row = task.first_row + offset;
+  const int64_t ring_row = task.ring_block * kBlockRows + first_row % kBlockRows;
   int64_t source = 0;
-  if (lane < kFetchRows) {
+  if (static_cast<int32_t>(lane) < count) {
     const int32_t rank = params.row_source_rank[first_row + lane];
     float weight = 0.0f;
     if (rank >= 0) {
@@ -41,49 +46,88 @@ __device__ __forceinline__ void fetch_rows(const ForwardParams& params, int64_t 
     params.weight_ring[ring_row + lane] = weight;
   }
   const int32_t chunks = static_cast<int32_t>(params.shape.hidden / 8);
-  for (int row = 0; row < kFetchRows; ++row) {
+  for (int32_t row = 0; row < count; ++row) {
     const int64_t address = __shfl_sync(0xffffffffu, source, row);
     copy_row(reinterpret_cast<const uint4*>(address), reinterpret_cast<uint4*>(params.x_ring + row_offset(ring_row + row, params.shape.hidden)),
              chunks, lane);
   }
+  // The rows are read by bulk copies, which follow another order than these stores.
+  ptx::fence_async_global();
+  __syncwarp();
+  if (lane == 0) {
+    for (int i = 0; i < task.num_bumps; ++i) ptx::add_release_gpu(params.counters + task.bumps[i], count);
+  }
+}
+
+// One warp's share of a ticket sequence.
+__device__ __forceinline__ int64_t take_ticket(uint32_t* counter, uint32_t lane) {
+  uint32_t ticket = 0;
+  if (lane == 0) ticket = atomicAdd(counter, 1u);
+  return __shfl_sync(0xffffffffu, ticket, 0);
+}
+
+__device__ __forceinline__ bool wait_entered(const WaitContext& context, uint32_t lane) {
+  bool ready = true;
+  if (lane == 0) ready = wait_peers(context, kFlagEntered, kPhaseEntered);
+  return __shfl_sync(0xffffffffu, ready, 0);
+}
+
+// The opening: rows of the first fetch tasks, which all warps of the grid fetch before they take up their roles, one row at a time, so that the first
+// wave of tiles starts early. These tasks wait for nothing but the peers, so no warp can end up waiting for a tile that it should compute itself.
+__device__ __forceinline__ int64_t opening_rows(const Plan& plan) {
+  const int64_t first_macro_rows = plan.macro_blocks(plan.num_macrobatches - 1) * kBlockRows;
+  return min_of(first_macro_rows, ceil_div(gridDim.x, plan.gemm1_tiles) * kBlockRows);
+}
+
+__device__ __forceinline__ void fetch_opening_rows(const ForwardParams& params, const Plan& plan, uint32_t lane) {
+  const int64_t rows = opening_rows(plan);
+  while (true) {
+    const int64_t row = take_ticket(&params.state->first_ticket, lane);
+    if (row >= rows) return;
+    fetch_rows(params, comm_task(plan, row / kDispatchRows), static_cast<int32_t>(row % kDispatchRows), 1, lane);
+  }
+}
+
+// For all warps, before the roles: helps where the peers are there at once. A function call here, such as the report of a wait that ran out, would
+// leave the consumers too few registers.
+__device__ __forceinline__ void help_opening(const ForwardParams& params, const WaitContext& context, const Plan& plan, uint32_t lane) {
+  constexpr int kPolls = 10000;
+  const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
+  for (int polls = 0; polls < kPolls; ++polls) {
+    const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
+                      ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
+    if (__all_sync(0xffffffffu, here)) {
+      fetch_opening_rows(params, plan, lane);
+      return;
+    }
+    __nanosleep(64);
+  }
 }
 
 __device__ __forceinline__ void run_communication(const ForwardParams& params, const WaitContext& context, const Plan& plan, uint32_t lane) {
-  bool entered = false;
+  if (plan.comm_tasks > 1) {
+    if (!wait_entered(context, lane)) return;
+    fetch_opening_rows(params, plan, lane);
+  }
+  const int64_t opening_parts = opening_rows(plan) / kFetchRows;
   while (true) {
-    uint32_t ticket = 0;
-    if (lane == 0) ticket = atomicAdd(&params.state->comm_ticket, 1u);
-    ticket = __shfl_sync(0xffffffffu, ticket, 0);
-    const int64_t index = ticket / kTaskUnits;
-    const uint32_t part = ticket % kTaskUnits;
+    const int64_t ticket = opening_parts + take_ticket(&params.state->comm_ticket, lane);
+    const int64_t index = ticket / kFetchParts;
+    const int32_t part = static_cast<int32_t>(ticket % kFetchParts);
     if (index >= plan.comm_tasks) return;
     const Task task = comm_task(plan, index);
     bool ready = true;
     if (lane == 0) {
-      if (task.peer_wait == PeerWait::kEntered && !entered) ready = wait_peers(context, kFlagEntered, kPhaseEntered);
       for (int i = 0; ready && i < task.num_waits; ++i) {
         ready = wait_counter(context, params.counters + task.waits[i].first, static_cast<uint32_t>(task.waits[i].target) * kTaskUnits);
       }
     }
-    ready = __shfl_sync(0xffffffffu, ready, 0);
-    if (!ready) return;
-    entered = true;
-    if (task.kind == TaskKind::kSignalDone) {
-      if (part == 0 && lane < params.shape.ep_size) {
-        __threadfence_system();
-        ptx::store_release_system(
-            reinterpret_cast<int64_t*>(params.peers.flags[lane]) + params.shape.rank * kFlagWords + kFlagDone, context.call);
-      }
-      continue;
-    }
-    const int64_t offset = static_cast<int64_t>(part) * kFetchRows;
-    const int64_t ring_row = task.ring_block * kBlockRows + task.first_row % kBlockRows + offset;
-    fetch_rows(params, task.first_row + offset, ring_row, lane);
-    // The rows are read by bulk copies, which follow another order than these stores.
-    ptx::fence_async_global();
-    __syncwarp();
-    if (lane == 0) {
-      for (int i = 0; i < task.num_bumps; ++i) ptx::add_release_gpu(params.counters + task.bumps[i], 1);
+    if (!__shfl_sync(0xffffffffu, ready, 0)) return;
+    if (task.kind != TaskKind::kSignalDone) {
+      fetch_rows(params, task, part * kFetchRows, kFetchRows, lane);
+    } else if (part == 0 && lane < params.shape.ep_size) {
+      __threadfence_system();
+      ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[lane]) + params.shape.rank * kFlagWords + kFlagDone, context.call);
     }
   }
 }

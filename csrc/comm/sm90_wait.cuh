@@ -51,7 +51,14 @@ constexpr uint32_t kPollsPerLook = 64;
 // A local counter waits longer than a flag of a peer: the wait that can name the missing rank must be the one that reports.
 constexpr int64_t kCounterGrace = 3'000'000'000;
 
-__device__ __forceinline__ bool wait_counter(const WaitContext& context, const uint32_t* counter, uint32_t target) {
+// A waiter with nothing else to do.
+struct Idle {
+  __device__ __forceinline__ void operator()() const {}
+};
+
+// `meanwhile` is called between polls, here and below.
+template <typename Meanwhile = Idle>
+__device__ __forceinline__ bool wait_counter(const WaitContext& context, const uint32_t* counter, uint32_t target, Meanwhile meanwhile = {}) {
   uint64_t start = 0;
   for (uint32_t polls = 1;; ++polls) {
     const uint32_t seen = ptx::load_acquire_gpu(counter);
@@ -65,12 +72,14 @@ __device__ __forceinline__ bool wait_counter(const WaitContext& context, const u
         return false;
       }
     }
+    meanwhile();
     __nanosleep(32);
   }
 }
 
 // Until word `flag` of every peer's row has reached the call.
-__device__ __forceinline__ bool wait_peers(const WaitContext& context, int flag, int64_t phase) {
+template <typename Meanwhile = Idle>
+__device__ __forceinline__ bool wait_peers(const WaitContext& context, int flag, int64_t phase, Meanwhile meanwhile = {}) {
   const int64_t* rows = reinterpret_cast<const int64_t*>(context.peers->flags[context.rank]);
   uint64_t start = 0;
   for (int64_t peer = 0; peer < context.ep_size; ++peer) {
@@ -84,7 +93,7 @@ __device__ __forceinline__ bool wait_peers(const WaitContext& context, int flag,
         int64_t missing = 0, seen = 0, reported = 0;
         for (int64_t other = 0; other < context.ep_size; ++other) {
           const int64_t* row = rows + other * kFlagWords;
-          if (ptx::load_acquire_system(row + kFlagStatusCode) == kStatusTimedOut) reported |= row[kFlagStatusMissing] | (1ll << 62);
+          if (ptx::load_acquire_system(row + kFlagStatusCode) != 0) reported |= row[kFlagStatusMissing] | (1ll << 62);
           const int64_t value = ptx::load_acquire_system(row + flag);
           if (value < context.call) {
             missing |= 1ll << other;
@@ -100,6 +109,7 @@ __device__ __forceinline__ bool wait_peers(const WaitContext& context, int flag,
           return false;
         }
       }
+      meanwhile();
       __nanosleep(64);
     }
   }

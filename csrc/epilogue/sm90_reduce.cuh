@@ -6,7 +6,9 @@
 
 namespace mok {
 
-constexpr int kReduceUnroll = 4;
+// Rows and columns in flight: 2 * 8 loads of 16 bytes a lane keep memory busy with the eight consumer warps alone.
+constexpr int kReduceRows = 8;
+constexpr int kReduceChunks = 2;
 
 // Tokens first, first + stride, ... below `end`, one at a time, by one warp.
 __device__ __forceinline__ void reduce_tokens(const ForwardParams& params, int64_t first, int64_t end, int64_t stride, uint32_t lane) {
@@ -16,30 +18,42 @@ __device__ __forceinline__ void reduce_tokens(const ForwardParams& params, int64
   for (int64_t token = first; token < end; token += stride) {
     const bool routed = static_cast<int32_t>(lane) < topk && params.topk_experts[token * topk + lane] >= 0;
     const uint32_t mask = __ballot_sync(0xffffffffu, routed);
-    for (int32_t chunk = lane; chunk < chunks; chunk += 32) {
-      const uint4* at = rows + row_offset(token * topk, chunks) + chunk;
-      float sum[8] = {};
-      for (int32_t slot = 0; slot < topk; slot += kReduceUnroll) {
-        uint4 values[kReduceUnroll];
+    const uint4* at = rows + row_offset(token * topk, chunks);
+    for (int32_t base = 0; base < chunks; base += 32 * kReduceChunks) {
+      float sum[kReduceChunks][8] = {};
+      for (int32_t slot = 0; slot < topk; slot += kReduceRows) {
+        const uint32_t bits = mask >> slot;  // clear from K on
+        uint4 values[kReduceRows][kReduceChunks];
 #pragma unroll
-        for (int i = 0; i < kReduceUnroll; ++i) {
-          // Bits at and beyond K are clear in the mask.
-          if (mask >> (slot + i) & 1) values[i] = ptx::load_stream_16(at + static_cast<int64_t>(slot + i) * chunks);
+        for (int i = 0; i < kReduceRows; ++i) {
+#pragma unroll
+          for (int c = 0; c < kReduceChunks; ++c) {
+            const int32_t chunk = base + c * 32 + lane;
+            if ((bits >> i & 1) && chunk < chunks) values[i][c] = ptx::load_stream_16(at + static_cast<int64_t>(slot + i) * chunks + chunk);
+          }
         }
 #pragma unroll
-        for (int i = 0; i < kReduceUnroll; ++i) {
-          if (!(mask >> (slot + i) & 1)) continue;
-          const uint32_t words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+        for (int i = 0; i < kReduceRows; ++i) {
+          if (!(bits >> i & 1)) continue;
 #pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            const float2 pair = unpack_bf16(words[w]);
-            sum[2 * w] = __fadd_rn(sum[2 * w], pair.x);
-            sum[2 * w + 1] = __fadd_rn(sum[2 * w + 1], pair.y);
+          for (int c = 0; c < kReduceChunks; ++c) {
+            const uint32_t words[4] = {values[i][c].x, values[i][c].y, values[i][c].z, values[i][c].w};
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+              const float2 pair = unpack_bf16(words[w]);
+              sum[c][2 * w] = __fadd_rn(sum[c][2 * w], pair.x);
+              sum[c][2 * w + 1] = __fadd_rn(sum[c][2 * w + 1], pair.y);
+            }
           }
         }
       }
-      uint4 out = {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
-      ptx::store_16(params.y + row_offset(token, params.shape.hidden) + chunk * 8, out);
+#pragma unroll
+      for (int c = 0; c < kReduceChunks; ++c) {
+        const int32_t chunk = base + c * 32 + lane;
+        const uint4 out = {pack_bf16(sum[c][0], sum[c][1]), pack_bf16(sum[c][2], sum[c][3]), pack_bf16(sum[c][4], sum[c][5]),
+                           pack_bf16(sum[c][6], sum[c][7])};
+        if (chunk < chunks) ptx::store_16(params.y + row_offset(token, params.shape.hidden) + chunk * 8, out);
+      }
     }
   }
 }

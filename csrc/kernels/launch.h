@@ -30,6 +30,7 @@ struct DeviceState {
   int64_t call;  // finished calls
   uint32_t compute_ticket;
   uint32_t comm_ticket;
+  uint32_t first_ticket;
   uint32_t exited;
   uint32_t aborted;
   uint32_t entered_blocks;

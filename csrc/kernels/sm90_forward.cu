@@ -19,7 +19,6 @@ namespace mok {
 namespace {
 
 static_assert(kBlockRows == 128 && kGateUpCols == 128 && kHiddenCols == 256, "the tile of the kernel");
-static_assert(kDispatchRows % kTaskUnits == 0, "a fetch is split evenly");
 
 constexpr int kThreads = 384;
 constexpr uint32_t kProducerRegisters = 72, kConsumerRegisters = 216;
@@ -49,7 +48,7 @@ struct Shared {
   uint8_t stages[kStages][kStageBytes];
   uint8_t staging[kConsumerWarps][4096];
   PipelineBarriers pipeline;
-  uint64_t tile_full[kSlots], tile_empty[kSlots];
+  uint64_t tile_full[kSlots], tile_loaded[kSlots], tile_stored[kSlots];
   uint64_t ticket_full[kSlots], ticket_empty[kSlots];
   int64_t tickets[kSlots];
   Tile tiles[kSlots];
@@ -60,11 +59,34 @@ struct Shared {
 constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 
+// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored: the fence before an announcement waits
+// for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
 struct Scheduler {
   const ForwardParams& params;
   Shared& shared;
   uint32_t rank;  // in the cluster
-  uint32_t slot = 0, phase = 0;
+  uint32_t published = 0, announced = 0;
+
+  __device__ void announce_stored() {
+    if (announced == published) return;
+    const uint32_t slot = announced % kSlots;
+    if (!ptx::barrier_test(ptx::smem_address(&shared.tile_stored[slot]), announced / kSlots & 1)) return;
+    const Tile& tile = shared.tiles[slot];
+    if (tile.num_bumps > 0) {
+      // The second counter stands for rows pushed to peers.
+      if (tile.num_bumps > 1 && params.shape.ep_size > 1) __threadfence_system();
+      ptx::add_release_gpu(params.counters + tile.bumps[0], kTaskUnits);
+      if (tile.num_bumps > 1) ptx::add_release_gpu(params.counters + tile.bumps[1], kTaskUnits);
+    }
+    ++announced;
+  }
+
+  // Until the slot of the next tile is free.
+  __device__ void wait_slot() {
+    while (published - announced == kSlots) announce_stored();
+    const uint32_t slot = published % kSlots;
+    ptx::barrier_wait(ptx::smem_address(&shared.tile_loaded[slot]), (published / kSlots & 1) ^ 1);
+  }
 
   __device__ int32_t iterations_of(const Task& task) const {
     if (task.kind == TaskKind::kGemm1) return static_cast<int32_t>(params.shape.hidden / kStageK);
@@ -73,13 +95,11 @@ struct Scheduler {
   }
 
   __device__ void publish(const Tile& tile) {
-    ptx::barrier_wait(ptx::smem_address(&shared.tile_empty[slot]), phase ^ 1);
+    wait_slot();
+    const uint32_t slot = published % kSlots;
     shared.tiles[slot] = tile;
     ptx::barrier_arrive(ptx::smem_address(&shared.tile_full[slot]));
-    if (++slot == kSlots) {
-      slot = 0;
-      phase ^= 1;
-    }
+    ++published;
   }
 
   __device__ void publish_skip(int32_t iterations) {
@@ -92,10 +112,11 @@ struct Scheduler {
 
   __device__ void publish_task(const Task& task, Share share) {
     const WaitContext& context = shared.context;
+    const auto meanwhile = [this] { announce_stored(); };
     bool ready = !pass_aborted(context);
-    if (ready && task.peer_wait == PeerWait::kDone) ready = wait_peers(context, kFlagDone, kPhaseDone);
+    if (ready && task.peer_wait == PeerWait::kDone) ready = wait_peers(context, kFlagDone, kPhaseDone, meanwhile);
     for (int i = 0; ready && i < task.num_waits; ++i) {
-      ready = wait_counter(context, params.counters + task.waits[i].first, static_cast<uint32_t>(task.waits[i].target) * kTaskUnits);
+      ready = wait_counter(context, params.counters + task.waits[i].first, static_cast<uint32_t>(task.waits[i].target) * kTaskUnits, meanwhile);
     }
     // Rows that other SMs stored are read by bulk copies.
     ptx::fence_async_global();
@@ -127,15 +148,15 @@ struct Scheduler {
     const uint32_t at = turn % kSlots, turn_phase = turn / kSlots & 1;
     if (rank == 0) {
       // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
-      ptx::barrier_wait(ptx::smem_address(&shared.tile_empty[slot]), phase ^ 1);
+      wait_slot();
       const int64_t ticket =
           pass_aborted(shared.context) ? shared.plan.compute_tasks : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
-      ptx::barrier_wait_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1);
+      while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
       ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
       ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);
       return ticket;
     }
-    ptx::barrier_wait_cluster(ptx::smem_address(&shared.ticket_full[at]), turn_phase);
+    while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_full[at]), turn_phase)) announce_stored();
     const int64_t ticket = *reinterpret_cast<volatile int64_t*>(&shared.tickets[at]);
     ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_empty[at]), 0);
     return ticket;
@@ -168,15 +189,17 @@ struct Scheduler {
         }
       }
     }
+    const uint32_t tiles = published;
     Tile tile = {};
     tile.kind = TileKind::kExit;
     publish(tile);
+    while (announced != tiles) announce_stored();
   }
 };
 
-// Next tile of a role; the caller gives the slot back with `release_tile`.
+// Next tile of a role, and the barriers by which the role says that it is through with a slot.
 struct TileReader {
-  uint32_t full, empty;  // addresses of the slots' barriers
+  uint32_t full, through;  // addresses of the slots' barriers
   uint32_t slot = 0, phase = 0;
 
   __device__ __forceinline__ uint32_t next() {
@@ -184,8 +207,8 @@ struct TileReader {
     return slot;
   }
 
-  __device__ __forceinline__ void release() {
-    ptx::barrier_arrive(empty + slot * 8);
+  __device__ __forceinline__ void advance(bool arrive) {
+    if (arrive) ptx::barrier_arrive(through + slot * 8);
     if (++slot == kSlots) {
       slot = 0;
       phase ^= 1;
@@ -196,7 +219,7 @@ struct TileReader {
 __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared& shared, uint32_t cluster_rank) {
   const uint32_t stages = ptx::smem_address(shared.stages);
   const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
-  TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_empty)};
+  TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_loaded)};
   PipelineState at;
   const CUtensorMap* fenced[2] = {nullptr, nullptr};
   const int32_t intermediate = static_cast<int32_t>(params.shape.intermediate);
@@ -246,13 +269,8 @@ __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared
         at.advance();
       }
     }
-    reader.release();
+    reader.advance(true);
   }
-}
-
-__device__ __forceinline__ void announce(const ForwardParams& params, int64_t counter, uint32_t lane) {
-  __syncwarp();
-  if (lane == 0) ptx::add_release_gpu(params.counters + counter, 1);
 }
 
 __device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const Tile& tile, float (&accumulators)[128], uint32_t staging,
@@ -265,13 +283,21 @@ __device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const 
   const WarpTile warp_tile{staging};
   swiglu_store_activation(accumulators, warp_tile, params.activation + row_offset(ring_row, pitch) + column, pitch, columns, weight_top,
                           weight_bottom, tile.store, lane);
-  // The activation is read by bulk copies of other SMs.
-  ptx::fence_async_global();
-  announce(params, tile.bumps[0], lane);
   if (tile.keep && tile.store) {
     __nv_bfloat16* target = params.gate_up + row_offset(ring_row, 2 * pitch) + column;
     store_projection<0>(accumulators, warp_tile, target, 2 * pitch, columns, lane);
     store_projection<64>(accumulators, warp_tile, target + pitch, 2 * pitch, columns, lane);
+  }
+}
+
+// Gate and up of the warp's 16 rows are zero.
+__device__ __forceinline__ void clear_projections(const ForwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
+  const int64_t inner = params.shape.intermediate, column = tile.tile_n * kGateUpCols + lane % 16 * 8;
+  if (column >= inner) return;
+  for (int64_t row = tile.ring_block * kBlockRows + warp * 16 + lane / 16, i = 0; i < 8; ++i, row += 2) {
+    __nv_bfloat16* target = params.gate_up + row_offset(row, 2 * inner) + column;
+    ptx::store_16(target, make_uint4(0, 0, 0, 0));
+    ptx::store_16(target + inner, make_uint4(0, 0, 0, 0));
   }
 }
 
@@ -285,9 +311,6 @@ __device__ __forceinline__ void finish_gemm2(const ForwardParams& params, const 
     if (rank >= 0) target = params.peers.combine[rank] + (row_offset(params.row_source_slot[row], params.shape.hidden) + column) * 2;
   }
   push_rows(accumulators, staging, target, static_cast<int32_t>(params.shape.hidden) - column, lane);
-  if (params.shape.ep_size > 1) __threadfence_system();
-  announce(params, tile.bumps[0], lane);
-  if (lane == 0) ptx::add_release_gpu(params.counters + tile.bumps[1], 1);
 }
 
 __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared& shared, uint32_t warp, uint32_t lane) {
@@ -295,7 +318,7 @@ __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared
   const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
   const uint32_t staging = ptx::smem_address(shared.staging[warp]);
   const uint32_t warpgroup = warp / 4;
-  TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_empty)};
+  TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_stored)};
   PipelineState at;
   while (true) {
     const Tile& tile = shared.tiles[reader.next()];
@@ -304,31 +327,23 @@ __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared
       drain_stages(full, empty, at, tile.iterations, lane);
     } else if (tile.kind == TileKind::kReduce) {
       if (tile.store) reduce_tokens(params, tile.first_row + warp, tile.first_row + tile.num_tokens, kConsumerWarps, lane);
+    } else if (tile.valid_rows <= static_cast<int32_t>(warpgroup) * 64) {
+      // All rows of this half are padding. Nobody multiplies them in the second GEMM or pushes them; only the backward reads their gate and up.
+      drain_stages(full, empty, at, tile.iterations, lane);
+      if (tile.kind == TileKind::kGemm1 && tile.keep && tile.store) clear_projections(params, tile, warp, lane);
     } else {
       float accumulators[128];
-      if (tile.valid_rows <= static_cast<int32_t>(warpgroup) * 64) {
-        // All rows of this half are padding: their products are zero.
-#pragma unroll
-        for (int i = 0; i < 128; ++i) accumulators[i] = 0.0f;
-        drain_stages(full, empty, at, tile.iterations, lane);
-      } else {
-        multiply_stages(accumulators, stages, full, empty, at, tile.iterations, warpgroup, lane);
-      }
+      multiply_stages(accumulators, stages, full, empty, at, tile.iterations, warpgroup, lane);
       if (tile.kind == TileKind::kGemm1) {
         finish_gemm1(params, tile, accumulators, staging, warp, lane);
       } else {
         finish_gemm2(params, tile, accumulators, staging, warp, lane);
       }
+      // The activation is read by bulk copies of other SMs.
+      ptx::fence_async_global();
     }
     __syncwarp();
-    if (lane == 0) {
-      reader.release();
-    } else {
-      if (++reader.slot == kSlots) {
-        reader.slot = 0;
-        reader.phase ^= 1;
-      }
-    }
+    reader.advance(lane == 0);
   }
 }
 
@@ -354,6 +369,7 @@ __device__ __forceinline__ void leave_pass(const ForwardParams& params, Shared& 
     params.counters[plan.transfers_done()] = 0;
     params.state->compute_ticket = 0;
     params.state->comm_ticket = 0;
+    params.state->first_ticket = 0;
     params.state->exited = 0;
     params.state->call += 1;
   }
@@ -371,7 +387,8 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     }
     for (int i = 0; i < kSlots; ++i) {
       ptx::barrier_init(ptx::smem_address(&shared.tile_full[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.tile_empty[i]), kConsumerWarps + 1);
+      ptx::barrier_init(ptx::smem_address(&shared.tile_loaded[i]), 1);
+      ptx::barrier_init(ptx::smem_address(&shared.tile_stored[i]), kConsumerWarps);
       ptx::barrier_init(ptx::smem_address(&shared.ticket_full[i]), 1);
       ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
     }
@@ -382,6 +399,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   }
   __syncthreads();
   ptx::cluster_sync();
+  help_opening(params, shared.context, shared.plan, lane);
 
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();

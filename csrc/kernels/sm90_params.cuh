@@ -31,7 +31,8 @@ struct ForwardParams {
   int32_t comm_clusters;  // clusters that only move rows; 0: two warps of every CTA do
 };
 
-// A counter moves by this much a task, so that the eight consumer warps of a tile, or the eight parts of a fetch, can each announce their own.
-constexpr uint32_t kTaskUnits = 8;
+// A counter moves by this much a task, so that the rows of a fetch can be announced by whoever fetched them.
+constexpr uint32_t kTaskUnits = 32;
+static_assert(kTaskUnits == kDispatchRows, "a fetched row moves a counter by one");
 
 }  // namespace mok

@@ -56,19 +56,34 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// For barriers that threads of the other CTA arrive at.
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+// Whether the phase is over; does not wait.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni out;\n"
-      "bra.uni again;\n"
-      "out:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
       : "memory");
+  return done != 0;
+}
+
+// For barriers that threads of the other CTA arrive at.
+__device__ __forceinline__ bool barrier_test_cluster(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 
 __device__ __forceinline__ void store_cluster(uint32_t address, uint32_t cta, int64_t value) {
