@@ -24,7 +24,9 @@ from build_environment import (  # noqa: E402
     kernel_sources,
     nvcc_version,
     source_architectures,
+    toolkit_folder,
     torch_version,
+    uses_cutlass,
     wanted_architectures,
 )
 
@@ -50,11 +52,7 @@ class BuildLibrary(build_ext):
         sources = [(s, source_architectures(s, architectures)) for s in kernel_sources()] if nvcc else []
         sources = [(source, archs) for source, archs in sources if archs]
         defines = [f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", "-DUSE_CUDA"]
-        if sources:
-            defines.append("-DMOK_WITH_KERNELS")
         includes = [f"-I{torch / 'include'}", f"-I{ROOT / 'csrc'}"]
-        if nvcc:
-            includes.append(f"-I{Path(nvcc).resolve().parent.parent / 'include'}")
 
         objects = [temp / "bindings.o"]
         flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *defines, *includes]
@@ -68,8 +66,7 @@ class BuildLibrary(build_ext):
 
         link = [cxx, "-shared", "-o", str(out), *map(str, objects), f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu"]
         if sources:
-            toolkit = Path(nvcc).resolve().parent.parent
-            link += [f"-L{toolkit / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+            link += [f"-L{toolkit_folder(nvcc) / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         run(link)
         compiler = subprocess.run([cxx, "-dumpfullversion"], check=True, capture_output=True, text=True).stdout.strip()
         info = {
@@ -92,20 +89,13 @@ class BuildLibrary(build_ext):
         self.copy_file(str(built), str(ROOT / "mok_megatron" / built.name))
 
     def kernel_command(self, nvcc: str, source: Path, archs: list[str], target: Path) -> list[str]:
-        cutlass = find_cutlass()
-        if cutlass is None:
-            raise RuntimeError(
-                f"CUTLASS headers are needed to build the kernels: pip install --no-deps {CUTLASS_REQUIREMENT}"
-            )
-        command = [
-            nvcc,
-            "-O3",
-            "-std=c++17",
-            "-Xcompiler=-fPIC,-fvisibility=hidden",
-            "--expt-relaxed-constexpr",
-            "-lineinfo",
-        ]
-        command += [f"-I{ROOT / 'csrc'}", f"-I{cutlass}", "-c", str(source), "-o", str(target), "--threads", "2"]
+        command = [nvcc, "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr", "-lineinfo"]
+        command += [f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(target), "--threads", "2"]
+        if uses_cutlass():
+            cutlass = find_cutlass()
+            if cutlass is None:
+                raise RuntimeError(f"CUTLASS headers are needed to build the kernels: pip install --no-deps {CUTLASS_REQUIREMENT}")
+            command.append(f"-I{cutlass}")
         for arch in archs:
             number = ARCHITECTURES[arch]
             command.append(f"-gencode=arch=compute_{number},code=sm_{number}")

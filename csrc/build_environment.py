@@ -37,6 +37,12 @@ def kernel_sources() -> list[Path]:
     return sorted(Path(path) for path in glob.glob(str(ROOT / "csrc" / "kernels" / "*.cu")))
 
 
+def uses_cutlass() -> bool:
+    """Whether any kernel source includes CUTLASS or CuTe headers."""
+    sources = [path for pattern in ("*.cu", "*.cuh", "*.h") for path in (ROOT / "csrc").rglob(pattern)]
+    return any(re.search(r"#include <(cute|cutlass)/", path.read_text()) for path in sources)
+
+
 def find_nvcc() -> str | None:
     """nvcc, or None without one or with MOK_CUDA=0: then only the host part is built."""
     wanted = os.environ.get("MOK_CUDA", "auto")
@@ -51,6 +57,15 @@ def find_nvcc() -> str | None:
     if nvcc is None and wanted == "1":
         raise ValueError("MOK_CUDA=1 asks for the kernels, but nvcc is neither on PATH nor in CUDA_HOME")
     return nvcc
+
+
+def toolkit_folder(nvcc: str) -> Path:
+    """The toolkit's own folder, as nvcc itself says: nvcc on PATH may be a wrapper that lies elsewhere."""
+    text = subprocess.run([nvcc, "-dryrun", "-c", "-x", "cu", os.devnull], check=True, capture_output=True, text=True).stderr
+    match = re.search(r"^#\$ TOP=(.+)$", text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"cannot read the toolkit's folder from: {text}")
+    return Path(match.group(1)).resolve()
 
 
 def nvcc_version(nvcc: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
 from mok_megatron.executors.cpu import PassInputs
-from mok_megatron.protocol import CallKind, PassTag, StatusCode, fatal_status_words
+from mok_megatron.protocol import FATAL_RECORD, TEXT_BYTES, CallKind, PassTag, StatusCode, StatusWord, fatal_status_words
 from mok_megatron.schedule import MoKSchedule
 from mok_megatron.workspace import MoKWorkspace
 
@@ -75,9 +75,12 @@ def device_fault(workspace: MoKWorkspace) -> MoKError | None:
             needed_rows=needed,
             available_rows=available,
         )
+    if code == _PEER_FAULT:
+        told = _peer_failure(workspace)
+        if told is not None:
+            peer, text = told
+            return MoKPeerError(f"{where}: rank {peer} refused it or failed: {text}", peer=peer)
     ranks = tuple(rank for rank in range(workspace.ep_size) if missing >> rank & 1)
-    if code == _PEER_FAULT and not ranks:
-        return MoKPeerError(f"{where}: a peer refused or failed", peer=-1)
     limit = call.limit_seconds if call else workspace.timeout_seconds
     arrived = tuple(detail[: workspace.ep_size])
     seconds = waited / 1e9
@@ -118,19 +121,32 @@ def device_call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag:
         fault = error if isinstance(error, MoKError) else MoKError(f"rank {workspace.rank}: {error!r}")
         workspace.fail(fault)
         workspace.failure_raised = True
-        _publish_failure(workspace)
+        _publish_failure(workspace, str(fault))
         raise
     workspace.call_log.add(call)
 
 
-def _publish_failure(workspace: MoKWorkspace) -> None:
-    """Tell the peers' kernels, by stores on this rank's stream, that this rank will not come."""
-    call_at, code_at = fatal_status_words()
+def _publish_failure(workspace: MoKWorkspace, text: str) -> None:
+    """Tell the peers' kernels, by stores on this rank's stream, that this rank will not come, and why."""
+    data = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES]), dtype=torch.uint8).to(workspace.device)
+    words = torch.zeros(len(StatusWord), dtype=torch.int64)
+    words[StatusWord.CALL], words[StatusWord.CODE], words[StatusWord.LENGTH] = 1, StatusCode.FAILED, len(data)
+    placed = words.to(workspace.device)
     for peer, buffers in enumerate(workspace.buffers):
         if peer != workspace.rank:
-            row = buffers.flags.words[workspace.rank]
-            row[call_at].fill_(1)
-            row[code_at].fill_(int(StatusCode.FAILED))
+            buffers.flags.texts[workspace.rank, FATAL_RECORD, : len(data)] = data
+            buffers.flags.words[workspace.rank, fatal_status_words()] = placed
+
+
+def _peer_failure(workspace: MoKWorkspace) -> tuple[int, str] | None:
+    """The first peer that published a failure, and its message. Reads the GPU on a stream of its own."""
+    with torch.cuda.device(workspace.device), torch.cuda.stream(torch.cuda.Stream(workspace.device)):
+        flags = workspace.mine.flags
+        words, texts = flags.words[:, fatal_status_words()].cpu(), flags.texts[:, FATAL_RECORD].cpu()
+    for peer in range(workspace.ep_size):
+        if peer != workspace.rank and int(words[peer, StatusWord.CODE]) == StatusCode.FAILED:
+            return peer, bytes(texts[peer, : int(words[peer, StatusWord.LENGTH])].tolist()).decode(errors="replace")
+    return None
 
 
 def device_schedule(workspace: MoKWorkspace, call: DeviceCall, topk_experts: torch.Tensor) -> MoKSchedule:

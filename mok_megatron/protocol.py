@@ -46,14 +46,14 @@ class StatusWord(enum.IntEnum):
 
 
 STATUS_RECORDS = 3
-_FATAL_RECORD = 2
+FATAL_RECORD = 2
 ROW_WORDS = len(Flag) + STATUS_RECORDS * len(StatusWord)
 
 
-def fatal_status_words() -> tuple[int, int]:
-    """Places of a fatal record's call and code in a peer's row."""
-    at = len(Flag) + _FATAL_RECORD * len(StatusWord)
-    return at + StatusWord.CALL, at + StatusWord.CODE
+def fatal_status_words() -> slice:
+    """Words of the fatal record in a peer's row."""
+    at = len(Flag) + FATAL_RECORD * len(StatusWord)
+    return slice(at, at + len(StatusWord))
 
 
 class StatusCode(enum.IntEnum):
@@ -158,7 +158,7 @@ class GroupProtocol:
 
     def publish_status(self, call: int, code: StatusCode, text: str, missing: Sequence[int] = ()) -> None:
         """Tell every peer that this call failed here."""
-        record = call % 2 if code == StatusCode.REFUSED else _FATAL_RECORD
+        record = call % 2 if code == StatusCode.REFUSED else FATAL_RECORD
         at = len(Flag) + record * len(StatusWord)
         data = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES] or b" "), dtype=torch.uint8)
         for peer in range(self.ep_size):
@@ -186,12 +186,12 @@ class GroupProtocol:
 
     def fatal_fault(self, peer: int) -> tuple[StatusCode, str, tuple[int, ...]] | None:
         """A peer's fatal fault: code, its message, and the ranks that it misses."""
-        at = len(Flag) + _FATAL_RECORD * len(StatusWord)
+        at = len(Flag) + FATAL_RECORD * len(StatusWord)
         if self._load(peer, at + StatusWord.CALL) == 0:
             return None
         mask = self._load(peer, at + StatusWord.MISSING)
         missing = tuple(rank for rank in range(self.ep_size) if mask >> rank & 1)
-        return StatusCode(self._load(peer, at + StatusWord.CODE)), self._text(peer, _FATAL_RECORD), missing
+        return StatusCode(self._load(peer, at + StatusWord.CODE)), self._text(peer, FATAL_RECORD), missing
 
     def _text(self, peer: int, record: int) -> str:
         length = self._load(peer, len(Flag) + record * len(StatusWord) + StatusWord.LENGTH)
