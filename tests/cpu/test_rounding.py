@@ -81,6 +81,19 @@ def test_h_is_rounded_once_after_the_router_weight(seed: int) -> None:
     assert bool((result.dw2[0, :5] == 0).all())
 
 
+@DTYPES
+def test_backward_recomputes_h_bit_for_bit(seed: int, dtype: torch.dtype) -> None:
+    """h of the forward read off y with w2 the identity, h of the backward read off dw2 with dy a unit vector: 1024 values."""
+    experts = 16
+    routes = torch.arange(experts, dtype=torch.int32)[:, None]
+    batch = random_batch(seed, experts, experts=experts, topk=1, dtype=dtype, routes=routes)
+    batch.w2 = torch.eye(64, dtype=dtype).repeat(experts, 1, 1)
+    batch.dy.zero_()
+    batch.dy[:, 5] = 1.0
+    result = execute(None, batch, Run((experts,), SMALLEST_RING, main_grads=torch.float32))
+    assert torch.equal(result.dw2[:, 5], result.y.float()) and bool((result.y != 0).any())
+
+
 def test_router_weight_gradient_is_exact_at_zero(seed: int) -> None:
     """No division by p: at p = 0 the gradient is <dy, expert(x)>, the same number as at p = 1 (it does not depend on p)."""
     for dtype in (torch.float32, torch.bfloat16):
