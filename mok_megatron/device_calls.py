@@ -67,19 +67,11 @@ def device_fault(workspace: MoKWorkspace) -> MoKError | None:
         rule = f"must be -1 or in [0, {workspace.shape.num_experts})" if kind == 1 else "must not repeat inside a token's row"
         return MoKArgumentError(f"{where}: topk_experts[{token}, {slot}]={expert}: {rule}")
     if code == _OVERFLOW:
-        needed, available = detail[:2]
-        return MoKCapacityError(
-            f"{where}: {needed} rows are needed (padded), available are {available} with schedule_capacity_multiplier="
-            f"{workspace.shape.schedule_capacity_multiplier}. Nothing was written out of bounds; raise the multiplier",
-            rank=workspace.rank,
-            needed_rows=needed,
-            available_rows=available,
-        )
+        return _capacity_error(workspace, where, workspace.rank, *detail[:2])
     if code == _PEER_FAULT:
-        told = _peer_failure(workspace)
+        told = _peer_fault(workspace, where)
         if told is not None:
-            peer, text = told
-            return MoKPeerError(f"{where}: rank {peer} refused it or failed: {text}", peer=peer)
+            return told
     ranks = tuple(rank for rank in range(workspace.ep_size) if missing >> rank & 1)
     limit = call.limit_seconds if call else workspace.timeout_seconds
     arrived = tuple(detail[: workspace.ep_size])
@@ -138,14 +130,28 @@ def _publish_failure(workspace: MoKWorkspace, text: str) -> None:
             buffers.flags.words[workspace.rank, fatal_status_words()] = placed
 
 
-def _peer_failure(workspace: MoKWorkspace) -> tuple[int, str] | None:
-    """The first peer that published a failure, and its message. Reads the GPU on a stream of its own."""
+def _capacity_error(workspace: MoKWorkspace, where: str, rank: int, needed: int, available: int) -> MoKCapacityError:
+    return MoKCapacityError(
+        f"{where}: rank {rank} needs {needed} rows (padded), available are {available} with schedule_capacity_multiplier="
+        f"{workspace.shape.schedule_capacity_multiplier}. Nothing was written out of bounds; raise the multiplier",
+        rank=rank,
+        needed_rows=needed,
+        available_rows=available,
+    )
+
+
+def _peer_fault(workspace: MoKWorkspace, where: str) -> MoKError | None:
+    """What the first peer at fault published, other than a time-out. Reads the GPU on a stream of its own."""
     with torch.cuda.device(workspace.device), torch.cuda.stream(torch.cuda.Stream(workspace.device)):
         flags = workspace.mine.flags
-        words, texts = flags.words[:, fatal_status_words()].cpu(), flags.texts[:, FATAL_RECORD].cpu()
-    for peer in range(workspace.ep_size):
-        if peer != workspace.rank and int(words[peer, StatusWord.CODE]) == StatusCode.FAILED:
-            return peer, bytes(texts[peer, : int(words[peer, StatusWord.LENGTH])].tolist()).decode(errors="replace")
+        words, texts = flags.words[:, fatal_status_words()].tolist(), flags.texts[:, FATAL_RECORD].cpu()
+    for peer, record in enumerate(words):
+        length = record[StatusWord.LENGTH]
+        if record[StatusWord.CODE] == StatusCode.OVERFLOW:
+            return _capacity_error(workspace, where, peer, record[StatusWord.MISSING], length)
+        if record[StatusWord.CODE] == StatusCode.FAILED:
+            text = bytes(texts[peer, :length].tolist()).decode(errors="replace")
+            return MoKPeerError(f"{where}: rank {peer} refused it or failed: {text}", peer=peer)
     return None
 
 

@@ -60,6 +60,7 @@ class StatusCode(enum.IntEnum):
     REFUSED = 1  # this call only
     TIMED_OUT = 2  # fatal from here on
     FAILED = 3  # fatal from here on
+    OVERFLOW = 4  # fatal, from kernels only: MISSING holds the rows needed, LENGTH those available
 
 
 class CallKind(enum.IntEnum):

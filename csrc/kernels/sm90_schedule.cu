@@ -164,6 +164,16 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constan
     record->detail[1] = call.capacity_rows;
     ptx::store_release_system(&record->code, 4);
     for (int64_t e = 0; e <= experts; ++e) offsets[e] = 0;
+    // No later pass of this rank enters; its peers find the reason where they look for a fault.
+    reinterpret_cast<DeviceState*>(call.state)->aborted = 1;
+    for (int64_t peer = 0; peer < call.ep_size; ++peer) {
+      if (peer == call.rank) continue;
+      int64_t* row = reinterpret_cast<int64_t*>(call.peers.flags[peer]) + call.rank * kFlagWords;
+      row[kFlagStatusMissing] = rows;
+      row[kFlagStatusLength] = call.capacity_rows;
+      row[kFlagStatusCall] = current_call(call);
+      ptx::store_release_system(row + kFlagStatusCode, kStatusOverflow);
+    }
   }
 }
 
