@@ -1,0 +1,112 @@
+"""Small problems, planted rows and a clock without noise, for the tests of the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mok_megatron.bench.layer import RowResult, measure
+from mok_megatron.bench.problem import LayerProblem, Ranks, make_problem
+from mok_megatron.bench.rows import COMPETITORS, Row
+from mok_megatron.bench.shapes import ModelShape
+from mok_megatron.bench.timing import Reading
+from mok_megatron.config import MoKConfig
+from tests.distributed import job_group
+
+SHAPE = ModelShape("small", hidden_size=128, intermediate_size=192, topk=3, experts_per_gpu=4, config=MoKConfig(timeout_seconds=20.0))
+CPU = torch.device("cpu")
+
+
+class CountingClock:
+    """Says that the n-th call took n milliseconds, and remembers who was called."""
+
+    hides_us = 1000.0
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def time(self, call: Callable[[], Any]) -> Reading:
+        call()
+        self.called.append(call.__self__.name)
+        return Reading(float(len(self.called)), 10.0)
+
+
+def here(ep_size: int, rank: int) -> Ranks:
+    """This process among the ranks of the present test call."""
+    return Ranks(0, 1, CPU) if ep_size == 1 else Ranks(rank, ep_size, CPU, job_group(), job_group())
+
+
+def small_problem(ranks: Ranks, workload: str = "uniform", *, tokens: int = 40, seed: int = 7) -> LayerProblem:
+    return make_problem(SHAPE, ranks, workload, tokens=tokens, seed=seed)
+
+
+def measured(ranks: Ranks, rows: list[type[Row]], workload: str = "uniform", *, tokens: int = 40) -> dict[str, RowResult]:
+    return measure(small_problem(ranks, workload, tokens=tokens), rows, CountingClock(), iterations=2, warmup=1)
+
+
+class LostRouteRow(COMPETITORS["nccl"]):
+    """The router weight of the last slot is lost, on rank 1 where there is one."""
+
+    name = "lost_route"
+    label = "planted: a lost route"
+
+    def forward(self) -> torch.Tensor:
+        weights = self.problem.router_weights
+        if self.problem.ranks.rank == self.problem.ranks.ep_size - 1:
+            kept, weights[0, -1] = float(weights[0, -1]), 0.0
+            y = super().forward()
+            weights[0, -1] = kept
+            return y
+        return super().forward()
+
+
+class SpoiltLaterRow(COMPETITORS["nccl"]):
+    """Right at first, not a number later."""
+
+    name = "spoilt_later"
+    label = "planted: right at first"
+    calls = 0
+
+    def forward(self) -> torch.Tensor:
+        self.calls += 1
+        y = super().forward()
+        if self.calls > 2:
+            y[3, 5] = float("nan")
+        return y
+
+
+class RaisingRow(COMPETITORS["bare"]):
+    """Raises, on one rank alone, when it is made."""
+
+    name = "raising"
+    label = "planted: raises"
+
+    def __init__(self, problem: LayerProblem) -> None:
+        if problem.ranks.rank == problem.ranks.ep_size - 1:
+            raise RuntimeError("no such kernel")
+        super().__init__(problem)
+
+
+class HalfRow(COMPETITORS["nccl"]):
+    """Half of the tokens."""
+
+    name = "half"
+    label = "planted: wrong shape"
+
+    def forward(self) -> torch.Tensor:
+        return super().forward()[: self.problem.x.shape[0] // 2]
+
+
+def planted(rank: int, ep_size: int) -> dict[str, tuple[str, str | None, int]]:
+    """Status, reason and number of readings by row, with the planted rows among good ones."""
+    rows = [COMPETITORS["mok"], LostRouteRow, COMPETITORS["nccl"], SpoiltLaterRow, RaisingRow, HalfRow, COMPETITORS["bare"]]
+    results = measured(here(ep_size, rank), rows)
+    return {name: (result.status, result.reason, len(result.readings)) for name, result in results.items()}
+
+
+def all_rows(rank: int, ep_size: int, workload: str, tokens: int) -> dict[str, str]:
+    """Status (and reason) by row on one workload."""
+    results = measured(here(ep_size, rank), list(COMPETITORS.values()), workload, tokens=tokens)
+    return {name: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for name, result in results.items()}

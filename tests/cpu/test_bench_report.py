@@ -1,0 +1,138 @@
+"""Timing, numbers, table, JSON and chart of the benchmark, on readings that are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mok_megatron.bench import report
+from mok_megatron.bench.chart import write_chart
+from mok_megatron.bench.layer import RowResult, measure
+from mok_megatron.bench.oracle import Verdict
+from mok_megatron.bench.problem import LayerProblem, Ranks, count_traffic
+from mok_megatron.bench.rows import COMPETITORS, MoKAloneRow, MoKScheduleRow, Row
+from mok_megatron.bench.shapes import ModelShape
+from mok_megatron.bench.timing import Reading, Spread, slowest_rank
+from tests.cpu.bench_helpers import CPU, CountingClock, small_problem
+
+
+def _result(row: type[Row], milliseconds: list[float], host_us: float = 50.0, waits: bool = False) -> RowResult:
+    return RowResult(row, verdict=Verdict(1e-3, 1e-2), waits_for_gpu=waits, readings=[Reading(ms, host_us) for ms in milliseconds])
+
+
+def _problem_of(routes: list[list[list[int]]]) -> LayerProblem:
+    """Routes [rank][token][slot] of two experts a rank; only their counts matter."""
+    tables = tuple(torch.tensor(r, dtype=torch.int32) for r in routes)
+    shape = ModelShape("counts", hidden_size=64, intermediate_size=64, topk=2, experts_per_gpu=2)
+    x = torch.zeros(len(routes[0]), 64, dtype=torch.bfloat16)
+    return LayerProblem(shape, Ranks(0, len(routes), CPU), tables, x, tables[0], torch.zeros(len(routes[0]), 2), x, x)
+
+
+def test_traffic_by_hand() -> None:
+    # Experts 0, 1 on rank 0 and 2, 3 on rank 1. Rank 0 sends 3 rows to rank 1, of 2 tokens; rank 1 sends 1 row to rank 0.
+    traffic = count_traffic(_problem_of([[[0, 1], [2, 3], [0, 2]], [[2, 3], [1, 3]]]))
+    assert traffic.routes == 10
+    assert traffic.rank_rows == [4, 6]
+    assert traffic.busiest_rank_share == pytest.approx(6 / 5)
+    assert traffic.padding_share == pytest.approx(1 - 10 / 512)
+    # Rank 0 receives 1 row in dispatch and 3 results; rank 1 the other way round. A row is 128 bytes.
+    assert traffic.remote_bytes_by_route == 4 * 128
+    assert traffic.remote_bytes_by_token == 3 * 128
+
+
+def test_spread_is_median_and_percentiles() -> None:
+    spread = Spread.of([float(v) for v in range(11)])
+    assert (spread.median, spread.p10, spread.p90) == (5.0, 1.0, 9.0)
+    assert spread.contains(1.0) and not spread.contains(0.9)
+
+
+def test_slowest_rank_counts_reading_by_reading() -> None:
+    class Two(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {"a": [Reading(3.0, 1.0), Reading(1.0, 9.0)]}]
+
+    got = slowest_rank(Two(0, 2, CPU), {"a": [Reading(2.0, 5.0), Reading(4.0, 5.0)]})
+    assert got == {"a": [Reading(3.0, 5.0), Reading(4.0, 9.0)]}
+
+
+def test_rows_are_timed_in_turn() -> None:
+    clock = CountingClock()
+    results = measure(small_problem(Ranks(0, 1, CPU)), [COMPETITORS["bare"], COMPETITORS["mok"]], clock, iterations=2, warmup=1)
+    assert clock.called == ["bare", "mok", "mok_schedule"] * 3
+    assert [reading.milliseconds for reading in results["bare"].readings] == [4.0, 7.0]
+    assert [reading.milliseconds for reading in results["mok"].readings] == [5.0, 8.0]
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    mok, nccl, bare, sonic = (COMPETITORS[name] for name in ("mok", "nccl", "bare", "sonicmoe"))
+    results = {
+        "mok": _result(mok, [1.2, 1.0, 1.1]),
+        "nccl": _result(nccl, [3.0, 3.0, 3.3], waits=True),
+        "bare": _result(bare, [1.0, 1.0, 1.0], host_us=2000.0),
+        "sonicmoe": RowResult(sonic, "skipped", "not installed (sonicmoe)"),
+        "mok_schedule": _result(MoKScheduleRow, [0.011, 0.011, 0.011]),
+        "mok_ep1": _result(MoKAloneRow, [1.1, 0.99, 1.0]),
+    }
+    return report.make_record(small_problem(Ranks(0, 1, CPU)), results, workload="uniform", tokens=40, seed=7, hides_us=1000.0)
+
+
+def test_numbers_of_a_record(record: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in record["rows"]}
+    assert rows["mok"]["milliseconds"]["median"] == 1.1
+    assert rows["mok"]["ratio_to_bare"] == pytest.approx({"median": 1.1, "p10": 1.02, "p90": 1.18})
+    assert rows["mok"]["ratio_is_tie"] is False
+    assert rows["mok"]["tflops"] == pytest.approx(6 * 40 * 3 * 128 * 192 / 1.1e-3 * 1e-12)
+    assert rows["mok_ep1"]["ratio_is_tie"] is True
+    assert rows["mok"]["host_us"]["median"] == 50.0 and rows["mok"]["launches_hidden"] is True
+    assert rows["bare"]["launches_hidden"] is False
+    assert rows["nccl"]["host_us"] is None and rows["nccl"]["launches_hidden"] is None
+    assert rows["sonicmoe"]["milliseconds"] is None and rows["sonicmoe"]["reason"] == "not installed (sonicmoe)"
+    assert rows["mok_schedule"]["tflops"] is None and rows["mok_schedule"]["ratio_to_bare"] is None
+    assert record["schedule_share"] == pytest.approx(0.01)
+    assert record["exposed_communication_us"] == pytest.approx({"median": 100.0, "p10": 28.0, "p90": 100.0})
+    assert record["padding_share"] == pytest.approx(1 - 120 / 512)
+    json.dumps(record)
+
+
+def test_table_says_everything_once(record: dict[str, Any]) -> None:
+    lines = report.table(record).splitlines()
+    by_label = {line.split("  ")[0]: line for line in lines}
+    assert "1.100 (1.020 to 1.180)" in by_label["MoK"] and "tie" not in by_label["MoK"]
+    assert by_label["MoK at EP 1, same rows"].count("tie") == 1
+    assert "skipped: not installed (sonicmoe)" in by_label["SonicMoE"]
+    assert "waits for GPU" in by_label["NCCL all-to-all + grouped_mm"]
+    assert "2000 not hidden" in by_label["bare grouped GEMMs"]
+    assert "schedule 1.0% of MoK's forward; exposed communication 100 us (28 to 100)" in lines
+
+
+def test_wrong_rows_are_failures_and_skipped_ones_are_not(record: dict[str, Any]) -> None:
+    assert report.failures([record]) == []
+    record["rows"][1] |= {"status": "wrong", "reason": "rank 0: row 3"}
+    assert report.failures([record]) == ["small, uniform, NCCL all-to-all + grouped_mm: wrong: rank 0: row 3"]
+
+
+def test_skew_is_told_beside_the_busiest_rank(record: dict[str, Any]) -> None:
+    skewed = json.loads(json.dumps(record)) | {"workload": "zipf_1.0", "busiest_rank_share": 1.5}
+    next(row for row in skewed["rows"] if row["name"] == "mok")["milliseconds"]["median"] = 1.98
+    assert report.skews([record]) == []
+    (line,) = report.skews([record, skewed])
+    assert "1.800 of uniform on zipf_1.0" in line and "1.200 for the rows" in line
+
+
+def test_chart(record: dict[str, Any], tmp_path: Path) -> None:
+    assert write_chart(tmp_path / "a.png", [record, record]) is None
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for row in record["rows"]:
+        row["tflops"] = None
+    assert write_chart(tmp_path / "b.png", [record]) == "b.png was not written: no row was timed"
+    assert not (tmp_path / "b.png").exists()
+
+
+def test_chart_without_matplotlib(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert write_chart(tmp_path / "a.png", [record]) == "a.png was not written: matplotlib is not installed"
