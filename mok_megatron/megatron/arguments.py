@@ -106,7 +106,7 @@ def finish_arguments(args: Namespace) -> None:
     for name, value in DISPATCHER_FLAGS.get(args.moe_backend, {}).items():
         setattr(args, name, value)
     if args.moe_backend == "mok":
-        settings.config_from_args(args)
+        settings.resolve(args)
         # A YAML file replaces the arguments after this point: the layers ask again, with what the model is made of.
         if getattr(args, "yaml_cfg", None) is None:
             support.require_supported(args)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from mok_megatron.errors import MoKUnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,17 @@ def training_args() -> Namespace | None:
         return global_vars.get_args()
     except AssertionError:  # not initialised
         return None
+
+
+def speaks_for_its_stage() -> bool:
+    """Whether this rank writes what a pipeline stage says in the run log: the first of its tensor- and data-parallel ranks."""
+    if not dist.is_initialized():
+        return True
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    if not parallel_state.is_initialized():
+        return dist.get_rank() == 0
+    data_parallel_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return data_parallel_rank == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def mask_expert_bias_counts(router: Any) -> None:

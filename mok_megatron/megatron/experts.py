@@ -141,11 +141,14 @@ def call_experts(experts: nn.Module, compute: Callable[..., Any], *args: Any) ->
         return compute(*inputs)
 
     # For the time of this call only: a bound function left on the module would be pickled and copied with it.
+    theirs = vars(experts).get("forward")
     experts.forward = forward
     try:
         return experts(*args)
     finally:
         del experts.forward
+        if theirs is not None:
+            experts.forward = theirs
 
 
 def fire_pre_forward_hooks(module: nn.Module) -> None:

@@ -7,8 +7,6 @@ import inspect
 import logging
 from typing import Any
 
-import torch.distributed as dist
-
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKUnsupportedError
 from mok_megatron.megatron import arguments, compat, metrics, microbatch, settings, support
@@ -80,6 +78,8 @@ def _choose_backend_of_layer(build: Any) -> Any:
 def _build_mok_layer(build: Any, layer: Any, run: settings.RunSettings, args: Any, kwargs: Any, bound: dict[str, Any]) -> None:
     moe_layer = importlib.import_module("megatron.core.transformer.moe.moe_layer")
     config = bound["config"]
+    if (run_args := compat.training_args()) is not None:
+        support.require_supported(run_args)  # of a YAML file, or changed since they were parsed
     support.require_supported(config)
     support.require_runnable(on_gpu=False)
     if type(layer) is not moe_layer.MoELayer:
@@ -115,8 +115,8 @@ def _announce(run: settings.RunSettings, config: Any) -> None:
 
 
 def say(text: str) -> None:
-    """One line in the run log, by one rank (Megatron's own log is what rank 0 prints)."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    """One line in the run log, by one rank of a pipeline stage: a stage knows its own layers only."""
+    if compat.speaks_for_its_stage():
         print(f"mok_megatron: {text}", flush=True)
 
 

@@ -7,8 +7,8 @@ of evaluation are not counted.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class LoadCounter:
         self._groups = (ep_group, expert_dp_group)
         self._local: Tensor | None = None
         self.layer = 0
+        self.number = next(_numbers)
         _counters.add(self)
 
     def add(self, layer: int, expert_rows: Tensor) -> None:
@@ -100,7 +101,8 @@ class LoadCounter:
         return LoadSummary(self.layer, tuple(counts.tolist()))
 
 
-# Weak: a model that is gone takes its counters with it. Sorted by layer when read, since sets have no order.
+_numbers = itertools.count()
+# Weak: a model that is gone takes its counters with it.
 _counters: weakref.WeakSet[LoadCounter] = weakref.WeakSet()
 
 
@@ -114,6 +116,7 @@ def collect(*, reset: bool = True) -> LoadReport:
     Args:
         reset: start counting anew.
     """
-    counters: Sequence[LoadCounter] = sorted(_counters, key=lambda counter: counter.layer)
-    summaries = (counter.collect(reset) for counter in counters)
+    # One order on all ranks, that of building where layers share a number (MTP); a set has none.
+    counters = sorted(_counters, key=lambda counter: (counter.layer, counter.number))
+    summaries = [counter.collect(reset) for counter in counters]
     return LoadReport(tuple(s for s in summaries if s is not None))

@@ -71,8 +71,8 @@ def make_config(ep_size: int = 1, dtype: torch.dtype = torch.float32, **changes:
 
 
 @contextmanager
-def chosen_backend(backend: str, **options: Any) -> Iterator[None]:
-    """Layers built inside use ``backend``; ``knobs`` is its MoKConfig."""
+def chosen_backend(backend: str | None, **options: Any) -> Iterator[None]:
+    """Layers built inside use ``backend`` (None: what flags and environment say); ``knobs`` is its MoKConfig."""
     before = settings._chosen
     apply_mok_to_megatron(backend=backend, config=options.pop("knobs", None), **options)
     try:
@@ -81,7 +81,7 @@ def chosen_backend(backend: str, **options: Any) -> Iterator[None]:
         settings._chosen = before
 
 
-def build_layer(backend: str, config: TransformerConfig, seed: int = 1, layer_number: int = 1, **options: Any) -> Any:
+def build_layer(backend: str | None, config: TransformerConfig, seed: int = 1, layer_number: int = 1, **options: Any) -> Any:
     """An MoE layer with SequentialMLP experts; each global expert has weights of its own, the same at every EP size."""
     if backend == "mok":
         options.setdefault("knobs", MoKConfig(timeout_seconds=30))

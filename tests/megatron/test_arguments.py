@@ -105,6 +105,7 @@ def test_the_yaml_file_gives_knobs_and_single_flags_go_before_it(tmp_path: Path)
     [
         (["--mok-minibatch-size", "100"], "minibatch_size"),
         (["--mok-schedule-capacity-multiplier", "1.5"], "schedule_capacity_multiplier"),
+        (["--mok-max-tokens-per-rank", "0"], "--mok-max-tokens-per-rank is 0"),
         (["--mok-config", "/nowhere/knobs.yaml"], "/nowhere/knobs.yaml"),
         (["--fp16"], "--fp16"),
     ],

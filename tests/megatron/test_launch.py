@@ -96,10 +96,14 @@ def test_a_missing_script_is_an_error(folder: Path, arguments: list[str]) -> Non
 SHOW = PARSE + "print(args.moe_backend, args.moe_token_dispatcher_type, args.moe_flex_dispatcher_backend, args.mok_sm_reserve)\n"
 
 
-def test_megatrons_parser_has_the_flags(folder: Path) -> None:
-    ended = launch(folder, SHOW, "--moe-backend", "hybridep", "--mok-sm-reserve", "5")
+def test_megatrons_parser_has_the_flags_and_its_defaults_are_not_refused(folder: Path) -> None:
+    model = ["--num-experts", "8", "--hidden-size", "128", "--num-layers", "1", "--swiglu", "--disable-bias-linear"]
+    body = SHOW + "import sys\nsys.argv[2] = 'mok'\n" + SHOW
+    ended = launch(folder, body, "--moe-backend", "hybridep", "--mok-sm-reserve", "5", *model)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "hybridep flex hybridep 5"
+    hybridep, mok = ended.stdout.splitlines()[-2:]
+    assert hybridep == "hybridep flex hybridep 5"
+    assert mok.startswith("mok ") and mok.endswith(" 5")
 
 
 def test_the_one_line_import_and_the_environment(folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -358,8 +360,6 @@ def test_more_tokens_than_agreed_are_refused_on_every_rank(ranks2: RankPool) -> 
 
 
 def test_the_workspace_is_sized_from_megatrons_arguments() -> None:
-    from argparse import Namespace
-
     args = Namespace(seq_length=4096, micro_batch_size=2, context_parallel_size=2, tensor_model_parallel_size=4)
     assert layer.tokens_per_rank(args) == 4096
     args.sequence_parallel = True
@@ -370,6 +370,23 @@ def test_the_workspace_is_sized_from_megatrons_arguments() -> None:
     assert layer.tokens_per_rank(args) == 8192
     assert layer.tokens_per_rank(None) is None
     assert layer.tokens_per_rank(Namespace()) is None
+
+
+def test_megatrons_arguments_reach_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_megatron(1)
+    args = Namespace(moe_backend="mok", mok_minibatch_size=128, seq_length=48, micro_batch_size=2, num_experts=4, fp16=False)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", Namespace(get_args=lambda: args))
+    mok = build_layer(None, make_config())
+    assert mok._mok_settings.config.minibatch_size == 128
+    layer._workspaces.clear()
+    mok(tokens((5, 1, 64), 1))
+    (workspace,) = layer._workspaces.values()
+    assert (workspace.num_local_tokens, workspace.minibatch_size) == (96, 128)
+    args.fp16 = True
+    with pytest.raises(MoKUnsupportedError, match="--fp16"):
+        build_layer(None, make_config())
+    args.moe_backend = "megatron"
+    assert type(build_layer(None, make_config())) is MoELayer
 
 
 def test_layers_share_one_workspace() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mok_megatron.megatron import metrics
+from mok_megatron.megatron import install, metrics
 from tests.distributed import RankPool
 from tests.megatron.helpers import build_layer, make_config, start_megatron, tokens
 
@@ -101,6 +102,39 @@ def test_f_t2_off_means_nothing_is_kept() -> None:
     layer(tokens((4, 1, 64), 1))
     assert layer._mok_load is None
     assert metrics.collect().layers == ()
+
+
+def test_f_t2_layers_of_one_number_stay_apart() -> None:
+    """MTP layers count from 1 again."""
+    counters = [metrics.LoadCounter(None, None) for _ in range(3)]
+    for index, counter in enumerate(counters):
+        counter.add(1, torch.tensor([index, 1]))
+    assert [s.counts for s in metrics.collect().layers] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_f_t2_the_log_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    start_megatron(1)
+    layer = build_layer("mok", make_config(), log_expert_load=True)
+    x = route_to(layer, [10, 0, 6, 0], 2)
+    args = Namespace(mok_log_expert_load=True, log_interval=2)
+    monkeypatch.setattr(install.compat, "training_args", lambda: args)
+    logged: list[int] = []
+
+    def training_log(loss_dict: Any, iteration: int, report: bool = False) -> str:
+        logged.append(iteration)
+        return "as before"
+
+    wrapped = install._log_load_too(training_log)
+    for iteration in (1, 2, 3):
+        step(layer, x)
+        assert wrapped({}, iteration, report=True) == "as before"
+    said = [line for line in capsys.readouterr().out.splitlines() if "expert load" in line]
+    assert logged == [1, 2, 3]
+    assert said[0].startswith("mok_megatron: iteration 2: expert load, layer 1: max/mean 2.500") and "routes 32" in said[0]
+    assert len(said) == 2
+    args.mok_log_expert_load = False
+    wrapped({}, 4)
+    assert "expert load" not in capsys.readouterr().out
 
 
 def gathered(rank: int) -> tuple[tuple[int, ...], int]:
