@@ -162,11 +162,11 @@ def _redirect_torch_cuda() -> None:
 
 
 def _patch_megatron() -> None:
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    token_dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
-    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[name-defined, misc]
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[misc]
         """Dropout and initialisation draw from the one CPU generator: there is no second state to fork to."""
 
         def add(self, name: str, seed: int) -> None: ...

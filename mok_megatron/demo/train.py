@@ -155,7 +155,7 @@ def _train(run: Run, settings: DemoSettings, bar: Any) -> dict[str, Any]:
     }
 
 
-def _count_tokens(layer: torch.nn.Module, num_experts: int) -> torch.Tensor:
+def _count_tokens(layer: Any, num_experts: int) -> torch.Tensor:
     """Counts the routes the layer's router makes, int64 [E], over all the forwards to come."""
     count = torch.zeros(num_experts, dtype=torch.int64)
 
@@ -167,7 +167,7 @@ def _count_tokens(layer: torch.nn.Module, num_experts: int) -> torch.Tensor:
     return count
 
 
-def describe_layer(layer: torch.nn.Module) -> dict[str, Any]:
+def describe_layer(layer: Any) -> dict[str, Any]:
     """What the layer object itself says about who computes it: its class and its dispatcher's, not the flag."""
     from mok_megatron.megatron.layer import MoKMoELayer
 
