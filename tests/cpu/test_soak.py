@@ -59,3 +59,31 @@ def test_many_steps_with_random_delays_keep_their_bits(ranks4: RankPool, seed: i
         for i, name in enumerate(("y", "dx", "d_router_weights", "dw13", "dw2")):
             got = torch.cat([p[position][i] for p in parts])
             assert torch.equal(got, getattr(want, name)), (step, name)
+
+
+def _overtaking(rank: int, batches: list[Batch], tokens: tuple[int, int]) -> list[bool]:
+    """Two recomputations in a row; rank 1 comes late to both, rank 0 needs nothing from it and could run away."""
+    run = Run(tokens, num_local_tokens=100)
+    config, workspace = workspace_for(batches[0], run, job_group())
+    parts = [local_part(batch, tokens, rank) for batch in batches]
+    schedule = functional.build_schedule(workspace, config, parts[0].topk_experts)
+    contexts = []
+    for part in parts:
+        if rank == 1:
+            time.sleep(0.3)
+        operands = (part.x, part.router_weights, part.w13)
+        contexts.append(functional.recompute_forward_context(config, workspace, schedule, *operands))
+    source, slot = schedule.row_source_rank, schedule.row_source_slot
+    real = source >= 0
+    token = torch.where(source == 0, 0, tokens[0])[real] + slot[real] // 2
+    rows = torch.nonzero(real)[:, 0]
+    return [torch.equal(c.x_rows[rows], batch.x[token]) for c, batch in zip(contexts, batches, strict=True)]
+
+
+def test_a_fast_rank_does_not_overwrite_what_a_slow_one_still_reads(ranks4: RankPool, seed: int) -> None:
+    """A pass that pushes nothing must wait as well: rank 0's next x may not replace the one that rank 1 has yet to pull."""
+    routes = torch.tensor([[0, 4]], dtype=torch.int32).repeat(60, 1)
+    routes[40:, 0] = -1
+    batches = [random_batch(seed + i, 60, experts=8, routes=routes) for i in range(3)]
+    results = ranks4.run(_overtaking, batches, (40, 20), ranks=2)
+    assert results == [[True] * 3] * 2
