@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../kernels/sm90_params.cuh"
-#include "../task/stream.h"
 #include "sm90_wait.cuh"
 
 namespace mok {
@@ -31,9 +30,9 @@ __device__ __forceinline__ void copy_row(const uint4* source, uint4* target, int
 }
 
 // `count` rows, from row `offset` of a fetch task on; announced when they are in place.
-__device__ __forceinline__ void fetch_rows(const ForwardParams& params, const Task& task, int32_t offset, int32_t count, uint32_t lane) {
+__device__ __forceinline__ void fetch_rows(const ForwardParams& params, const TaskRecord& task, int32_t offset, int32_t count, uint32_t lane) {
   const int64_t first_row = task.first_row + offset;
-  const int64_t ring_row = task.ring_block * kBlockRows + first_row % kBlockRows;
+  const int64_t ring_row = static_cast<int64_t>(task.ring_block) * kBlockRows + first_row % kBlockRows;
   int64_t source = 0;
   if (static_cast<int32_t>(lane) < count) {
     const int32_t rank = params.row_source_rank[first_row + lane];
@@ -55,7 +54,8 @@ __device__ __forceinline__ void fetch_rows(const ForwardParams& params, const Ta
   ptx::fence_async_global();
   __syncwarp();
   if (lane == 0) {
-    for (int i = 0; i < task.num_bumps; ++i) ptx::add_release_gpu(params.counters + task.bumps[i], count);
+    ptx::add_release_gpu(params.counters + task.bumps[0], count);
+    ptx::add_release_gpu(params.counters + task.bumps[1], count);
   }
 }
 
@@ -74,54 +74,49 @@ __device__ __forceinline__ bool wait_entered(const WaitContext& context, uint32_
 
 // The opening: rows of the first fetch tasks, which all warps of the grid fetch before they take up their roles, one row at a time, so that the first
 // wave of tiles starts early. These tasks wait for nothing but the peers, so no warp can end up waiting for a tile that it should compute itself.
-__device__ __forceinline__ int64_t opening_rows(const Plan& plan) {
-  const int64_t first_macro_rows = plan.macro_blocks(plan.num_macrobatches - 1) * kBlockRows;
-  return min_of(first_macro_rows, ceil_div(gridDim.x, plan.gemm1_tiles) * kBlockRows);
+__device__ __forceinline__ int64_t opening_rows(const ForwardParams& params) {
+  return min_of(params.totals->first_macro_rows, ceil_div(gridDim.x, params.totals->gemm1_tiles) * kBlockRows);
 }
 
-__device__ __forceinline__ void fetch_opening_rows(const ForwardParams& params, const Plan& plan, uint32_t lane) {
-  const int64_t rows = opening_rows(plan);
+__device__ __forceinline__ void fetch_opening_rows(const ForwardParams& params, int64_t rows, uint32_t lane) {
   while (true) {
     const int64_t row = take_ticket(&params.state->first_ticket, lane);
     if (row >= rows) return;
-    fetch_rows(params, comm_task(plan, row / kDispatchRows), static_cast<int32_t>(row % kDispatchRows), 1, lane);
+    const TaskRecord task = params.comm_records[row / kDispatchRows];
+    fetch_rows(params, task, static_cast<int32_t>(row % kDispatchRows), 1, lane);
   }
 }
 
 // For all warps, before the roles: helps where the peers are there at once. A function call here, such as the report of a wait that ran out, would
 // leave the consumers too few registers.
-__device__ __forceinline__ void help_opening(const ForwardParams& params, const WaitContext& context, const Plan& plan, uint32_t lane) {
+__device__ __forceinline__ void help_opening(const ForwardParams& params, const WaitContext& context, uint32_t lane) {
   constexpr int kPolls = 10000;
   const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
   for (int polls = 0; polls < kPolls; ++polls) {
     const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
                       ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
     if (__all_sync(0xffffffffu, here)) {
-      fetch_opening_rows(params, plan, lane);
+      fetch_opening_rows(params, opening_rows(params), lane);
       return;
     }
     __nanosleep(64);
   }
 }
 
-__device__ __forceinline__ void run_communication(const ForwardParams& params, const WaitContext& context, const Plan& plan, uint32_t lane) {
-  if (plan.comm_tasks > 1) {
+__device__ __forceinline__ void run_communication(const ForwardParams& params, const WaitContext& context, uint32_t lane) {
+  const int64_t tasks = params.totals->comm_tasks, opening = opening_rows(params);
+  if (tasks > 1) {
     if (!wait_entered(context, lane)) return;
-    fetch_opening_rows(params, plan, lane);
+    fetch_opening_rows(params, opening, lane);
   }
-  const int64_t opening_parts = opening_rows(plan) / kFetchRows;
   while (true) {
-    const int64_t ticket = opening_parts + take_ticket(&params.state->comm_ticket, lane);
+    const int64_t ticket = opening / kFetchRows + take_ticket(&params.state->comm_ticket, lane);
     const int64_t index = ticket / kFetchParts;
     const int32_t part = static_cast<int32_t>(ticket % kFetchParts);
-    if (index >= plan.comm_tasks) return;
-    const Task task = comm_task(plan, index);
+    if (index >= tasks) return;
+    const TaskRecord task = params.comm_records[index];
     bool ready = true;
-    if (lane == 0) {
-      for (int i = 0; ready && i < task.num_waits; ++i) {
-        ready = wait_counter(context, params.counters + task.waits[i].first, static_cast<uint32_t>(task.waits[i].target) * kTaskUnits);
-      }
-    }
+    if (lane == 0 && task.targets[0] != 0) ready = wait_counter(context, params.counters + task.waits[0], task.targets[0]);
     if (!__shfl_sync(0xffffffffu, ready, 0)) return;
     if (task.kind != TaskKind::kSignalDone) {
       fetch_rows(params, task, part * kFetchRows, kFetchRows, lane);

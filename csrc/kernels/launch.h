@@ -9,8 +9,8 @@ constexpr int kMaxRanks = 8;
 constexpr int kMaxLocalExperts = 256;
 // Words of one peer's row of flags (mok_megatron/protocol.py names them). Of the three status records the kernels write the fatal one.
 constexpr int kFlagWords = 15;
-enum FlagWord : int { kFlagEntered = 0, kFlagDone = 1, kFlagSignature = 2, kFlagStatusCall = 11, kFlagStatusCode = 12, kFlagStatusMissing = 13 };
-constexpr int64_t kStatusTimedOut = 2;
+enum FlagWord : int { kFlagEntered = 0, kFlagDone = 1, kFlagSignature = 2, kFlagStatusCall = 11, kFlagStatusCode = 12, kFlagStatusMissing = 13, kFlagStatusLength = 14 };
+constexpr int64_t kStatusTimedOut = 2, kStatusOverflow = 4;  // overflow: `missing` holds the rows needed, `length` those available
 
 // What a wait that ran out leaves in host memory, for the thread that raises it.
 struct FaultRecord {
@@ -57,7 +57,7 @@ struct ForwardCall {
   // Inputs and outputs (device). `gate_up` 0: nothing is kept for the backward.
   int64_t x, router_weights, y, x_rows, gate_up;
   // Scratch of the workspace (device).
-  int64_t ring_weights, ring_activation, weight_maps, counters, state;
+  int64_t ring_weights, ring_activation, weight_maps, counters, records, state;
   int64_t fault;  // FaultRecord in mapped host memory
   int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
 };
@@ -82,6 +82,8 @@ MOK_EXPORT int mok_sm90_forward(const mok::ForwardCall* call, void* stream);
 MOK_EXPORT int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream);
 MOK_EXPORT int64_t mok_sm90_schedule_scratch_words(int64_t ep_size, int64_t max_tokens, int64_t topk, int64_t num_local_experts);
 MOK_EXPORT int64_t mok_num_counters(int64_t capacity_blocks, int64_t num_local_experts);
+// Bytes of the table of tasks of a forward pass.
+MOK_EXPORT int64_t mok_forward_record_bytes(int64_t capacity_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate);
 MOK_EXPORT int64_t mok_forward_call_bytes();
 MOK_EXPORT int64_t mok_schedule_call_bytes();
 }

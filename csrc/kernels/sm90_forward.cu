@@ -11,7 +11,6 @@
 #include "../epilogue/sm90_reduce.cuh"
 #include "../epilogue/sm90_swiglu.cuh"
 #include "../mma/sm90_pipeline.cuh"
-#include "../task/stream.h"
 #include "sm90_params.cuh"
 #include "sm90_tensor_map.h"
 
@@ -40,8 +39,7 @@ struct Tile {
   int32_t ring_block;
   int32_t num_tokens;  // reduce
   int64_t first_row;   // GEMM: row in the schedule; reduce: token
-  int64_t bumps[2];
-  int32_t num_bumps;
+  int32_t bumps[2];
 };
 
 struct Shared {
@@ -52,7 +50,6 @@ struct Shared {
   uint64_t ticket_full[kSlots], ticket_empty[kSlots];
   int64_t tickets[kSlots];
   Tile tiles[kSlots];
-  Plan plan;
   WaitContext context;
   uint32_t last;
 };
@@ -72,23 +69,24 @@ struct Scheduler {
     const uint32_t slot = announced % kSlots;
     if (!ptx::barrier_test(ptx::smem_address(&shared.tile_stored[slot]), announced / kSlots & 1)) return;
     const Tile& tile = shared.tiles[slot];
-    if (tile.num_bumps > 0) {
-      // The second counter stands for rows pushed to peers.
-      if (tile.num_bumps > 1 && params.shape.ep_size > 1) __threadfence_system();
-      ptx::add_release_gpu(params.counters + tile.bumps[0], kTaskUnits);
-      if (tile.num_bumps > 1) ptx::add_release_gpu(params.counters + tile.bumps[1], kTaskUnits);
-    }
+    // The second counter stands for rows pushed to peers.
+    if (tile.bumps[1] >= 0 && params.shape.ep_size > 1) __threadfence_system();
+    if (tile.bumps[0] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[0], kTaskUnits);
+    if (tile.bumps[1] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[1], kTaskUnits);
     ++announced;
   }
 
   // Until the slot of the next tile is free.
   __device__ void wait_slot() {
-    while (published - announced == kSlots) announce_stored();
+    while (published - announced == kSlots) {
+      announce_stored();
+      __nanosleep(32);
+    }
     const uint32_t slot = published % kSlots;
     ptx::barrier_wait(ptx::smem_address(&shared.tile_loaded[slot]), (published / kSlots & 1) ^ 1);
   }
 
-  __device__ int32_t iterations_of(const Task& task) const {
+  __device__ int32_t iterations_of(const TaskRecord& task) const {
     if (task.kind == TaskKind::kGemm1) return static_cast<int32_t>(params.shape.hidden / kStageK);
     if (task.kind == TaskKind::kGemm2) return static_cast<int32_t>(params.shape.intermediate / kStageK);
     return 0;
@@ -106,17 +104,18 @@ struct Scheduler {
     if (iterations == 0) return;
     Tile tile = {};
     tile.kind = TileKind::kSkip;
+    tile.bumps[0] = tile.bumps[1] = -1;
     tile.iterations = iterations;
     publish(tile);
   }
 
-  __device__ void publish_task(const Task& task, Share share) {
+  __device__ void publish_task(const TaskRecord& task, Share share) {
     const WaitContext& context = shared.context;
     const auto meanwhile = [this] { announce_stored(); };
     bool ready = !pass_aborted(context);
-    if (ready && task.peer_wait == PeerWait::kDone) ready = wait_peers(context, kFlagDone, kPhaseDone, meanwhile);
-    for (int i = 0; ready && i < task.num_waits; ++i) {
-      ready = wait_counter(context, params.counters + task.waits[i].first, static_cast<uint32_t>(task.waits[i].target) * kTaskUnits, meanwhile);
+    if (ready && task.kind == TaskKind::kReduce) ready = wait_peers(context, kFlagDone, kPhaseDone, meanwhile);
+    for (int i = 0; ready && i < 2; ++i) {
+      if (task.targets[i] != 0) ready = wait_counter(context, params.counters + task.waits[i], task.targets[i], meanwhile);
     }
     // Rows that other SMs stored are read by bulk copies.
     ptx::fence_async_global();
@@ -124,22 +123,17 @@ struct Scheduler {
     tile.kind = task.kind == TaskKind::kGemm1 ? TileKind::kGemm1 : task.kind == TaskKind::kGemm2 ? TileKind::kGemm2 : TileKind::kReduce;
     tile.share = share;
     tile.iterations = iterations_of(task);
+    tile.expert = task.expert;
+    tile.tile_n = task.tile_n;
+    tile.valid_rows = task.valid_rows;
+    // The first macrobatch is walked last: what it leaves is what the backward needs.
+    tile.keep = params.gate_up != nullptr && task.macrobatch == 0;
     tile.store = ready;
-    tile.tile_n = static_cast<int32_t>(task.tile_n);
-    tile.num_bumps = task.num_bumps;
+    tile.ring_block = task.ring_block;
+    tile.num_tokens = task.num_rows;
+    tile.first_row = task.first_row;
     tile.bumps[0] = task.bumps[0];
     tile.bumps[1] = task.bumps[1];
-    if (tile.kind == TileKind::kReduce) {
-      tile.first_row = task.first_row;
-      tile.num_tokens = static_cast<int32_t>(task.num_rows);
-    } else {
-      tile.first_row = task.block * kBlockRows;
-      tile.ring_block = static_cast<int32_t>(task.ring_block);
-      tile.expert = static_cast<int32_t>(task.expert);
-      tile.valid_rows = params.expert_rows[task.expert] - static_cast<int32_t>(tile.first_row - params.expert_row_offsets[task.expert]);
-      // The first macrobatch is walked last: what it leaves is what the backward needs.
-      tile.keep = params.gate_up != nullptr && task.macrobatch == 0;
-    }
     publish(tile);
   }
 
@@ -150,7 +144,7 @@ struct Scheduler {
       // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
       wait_slot();
       const int64_t ticket =
-          pass_aborted(shared.context) ? shared.plan.compute_tasks : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
+          pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
       while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
       ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
       ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);
@@ -163,25 +157,24 @@ struct Scheduler {
   }
 
   __device__ void run() {
-    const Plan& plan = shared.plan;
+    const int64_t total = params.totals->compute_tasks;
     for (uint32_t turn = 0;; ++turn) {
       const int64_t first = take_tickets(turn);
-      if (first >= plan.compute_tasks) break;
-      const int count = first + 1 < plan.compute_tasks ? 2 : 1;
-      Task tasks[2];
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) tasks[i] = detail::forward_compute_task(plan, first + i);
+      if (first >= total) break;
+      const int count = first + 1 < total ? 2 : 1;
+      const TaskRecord tasks[2] = {params.compute_records[first], params.compute_records[first + count - 1]};
       if (count == 2 && tasks[0].kind == tasks[1].kind) {
         Share share = Share::kNone;
         if (tasks[0].kind != TaskKind::kReduce && tasks[0].expert == tasks[1].expert) {
           share = tasks[0].tile_n == tasks[1].tile_n ? Share::kWeights : tasks[0].block == tasks[1].block ? Share::kRows : Share::kNone;
         }
-        publish_task(tasks[rank], share);
+        publish_task(rank == 0 ? tasks[0] : tasks[1], share);
         continue;
       }
       // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == count) break;
         if (i == static_cast<int>(rank)) {
           publish_task(tasks[i], Share::kNone);
         } else {
@@ -273,21 +266,37 @@ __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared
   }
 }
 
-__device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const Tile& tile, float (&accumulators)[128], uint32_t staging,
-                                             uint32_t warp, uint32_t lane) {
-  const int64_t pitch = params.shape.intermediate;
-  const int64_t ring_row = tile.ring_block * kBlockRows + warp * 16;
-  const int32_t column = tile.tile_n * static_cast<int32_t>(kGateUpCols);
-  const int32_t columns = static_cast<int32_t>(pitch) - column;
-  const float weight_top = params.weight_ring[ring_row + lane / 4], weight_bottom = params.weight_ring[ring_row + 8 + lane / 4];
-  const WarpTile warp_tile{staging};
-  swiglu_store_activation(accumulators, warp_tile, params.activation + row_offset(ring_row, pitch) + column, pitch, columns, weight_top,
-                          weight_bottom, tile.store, lane);
-  if (tile.keep && tile.store) {
-    __nv_bfloat16* target = params.gate_up + row_offset(ring_row, 2 * pitch) + column;
-    store_projection<0>(accumulators, warp_tile, target, 2 * pitch, columns, lane);
-    store_projection<64>(accumulators, warp_tile, target + pitch, 2 * pitch, columns, lane);
+// What the epilogue needs of the warp's 16 rows, row `lane` in lanes 0-15. Loaded before the products, which hide it.
+struct RowInfo {
+  float weight;    // gate/up GEMM: router weight
+  int64_t target;  // down GEMM: where the row goes, first column of the tile; 0: nowhere
+};
+
+__device__ __forceinline__ RowInfo load_row_info(const ForwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
+  RowInfo info = {0.0f, 0};
+  if (lane >= 16) return info;
+  if (tile.kind == TileKind::kGemm1) {
+    info.weight = params.weight_ring[tile.ring_block * kBlockRows + warp * 16 + lane];
+  } else if (tile.store) {
+    const int64_t row = tile.first_row + warp * 16 + lane;
+    const int32_t rank = params.row_source_rank[row];
+    if (rank >= 0) {
+      info.target = params.peers.combine[rank] + (row_offset(params.row_source_slot[row], params.shape.hidden) + tile.tile_n * kHiddenCols) * 2;
+    }
   }
+  return info;
+}
+
+__device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const Tile& tile, float (&accumulators)[128], uint32_t staging,
+                                             const RowInfo& info, uint32_t warp, uint32_t lane) {
+  if (!tile.store) return;
+  SwigluTarget target;
+  target.inner = params.shape.intermediate;
+  const int64_t ring_row = tile.ring_block * kBlockRows + warp * 16, column = tile.tile_n * kGateUpCols;
+  target.activation = params.activation + row_offset(ring_row, target.inner) + column;
+  target.gate = tile.keep ? params.gate_up + row_offset(ring_row, 2 * target.inner) + column : nullptr;
+  target.columns = static_cast<int32_t>(target.inner - column);
+  store_swiglu(accumulators, staging, target, info.weight, lane);
 }
 
 // Gate and up of the warp's 16 rows are zero.
@@ -299,18 +308,6 @@ __device__ __forceinline__ void clear_projections(const ForwardParams& params, c
     ptx::store_16(target, make_uint4(0, 0, 0, 0));
     ptx::store_16(target + inner, make_uint4(0, 0, 0, 0));
   }
-}
-
-__device__ __forceinline__ void finish_gemm2(const ForwardParams& params, const Tile& tile, float (&accumulators)[128], uint32_t staging,
-                                             uint32_t warp, uint32_t lane) {
-  const int32_t column = tile.tile_n * static_cast<int32_t>(kHiddenCols);
-  int64_t target = 0;
-  if (lane < 16 && tile.store) {
-    const int64_t row = tile.first_row + warp * 16 + lane;
-    const int32_t rank = params.row_source_rank[row];
-    if (rank >= 0) target = params.peers.combine[rank] + (row_offset(params.row_source_slot[row], params.shape.hidden) + column) * 2;
-  }
-  push_rows(accumulators, staging, target, static_cast<int32_t>(params.shape.hidden) - column, lane);
 }
 
 __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared& shared, uint32_t warp, uint32_t lane) {
@@ -332,12 +329,13 @@ __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared
       drain_stages(full, empty, at, tile.iterations, lane);
       if (tile.kind == TileKind::kGemm1 && tile.keep && tile.store) clear_projections(params, tile, warp, lane);
     } else {
+      const RowInfo info = load_row_info(params, tile, warp, lane);
       float accumulators[128];
       multiply_stages(accumulators, stages, full, empty, at, tile.iterations, warpgroup, lane);
       if (tile.kind == TileKind::kGemm1) {
-        finish_gemm1(params, tile, accumulators, staging, warp, lane);
+        finish_gemm1(params, tile, accumulators, staging, info, warp, lane);
       } else {
-        finish_gemm2(params, tile, accumulators, staging, warp, lane);
+        push_rows(accumulators, staging, info.target, static_cast<int32_t>(params.shape.hidden - tile.tile_n * kHiddenCols), lane);
       }
       // The activation is read by bulk copies of other SMs.
       ptx::fence_async_global();
@@ -358,8 +356,10 @@ __device__ __forceinline__ void leave_pass(const ForwardParams& params, Shared& 
   }
   __syncthreads();
   if (!shared.last) return;
-  const Plan& plan = shared.plan;
-  for (int64_t block = threadIdx.x; block < plan.num_blocks; block += kThreads) {
+  Plan plan;
+  plan.shape = params.shape;
+  const int64_t num_blocks = params.totals->num_blocks;
+  for (int64_t block = threadIdx.x; block < num_blocks; block += kThreads) {
     params.counters[plan.dispatched(block)] = 0;
     params.counters[plan.gemm1_done(block)] = 0;
     params.counters[plan.gemm2_done(block)] = 0;
@@ -393,13 +393,12 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
     }
     ptx::fence_barrier_init();
-    shared.plan = make_plan(params.shape, params.expert_row_offsets, nullptr);
     shared.context = {params.state,          params.fault,          &params.peers, params.shape.rank, params.shape.ep_size,
                       params.state->call + 1, params.timeout_nanoseconds};
   }
   __syncthreads();
   ptx::cluster_sync();
-  help_opening(params, shared.context, shared.plan, lane);
+  help_opening(params, shared.context, lane);
 
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
@@ -408,7 +407,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     } else if (warp == 1) {
       if (lane == 0) Scheduler{params, shared, cluster_rank}.run();
     } else {
-      run_communication(params, shared.context, shared.plan, lane);
+      run_communication(params, shared.context, lane);
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();
@@ -421,7 +420,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   leave_pass(params, shared);
 }
 
-// Copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, and tells the peers.
+// Copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, writes the table of tasks, and tells the peers.
 struct EnterParams {
   CUtensorMap map_w13, map_w2;
   PeerMemory peers;
@@ -431,6 +430,12 @@ struct EnterParams {
   const float* router_weights;
   int64_t num_weights;
   CUtensorMap* weight_maps;
+  PassShape shape;
+  const int32_t* expert_rows;
+  const int64_t* expert_row_offsets;
+  TaskRecord* compute_records;
+  TaskRecord* comm_records;
+  PassTotals* totals;
   DeviceState* state;
   int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
 };
@@ -459,17 +464,34 @@ __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_const
     ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[thread] : params.w2[thread - params.num_local_experts]));
     ptx::tensor_map_release();
   }
+  const Plan plan = make_plan(params.shape, params.expert_row_offsets, nullptr);
+  for (int64_t ticket = thread; ticket < plan.compute_tasks; ticket += threads) {
+    params.compute_records[ticket] = make_record(plan, params.expert_rows, detail::forward_compute_task(plan, ticket));
+  }
+  for (int64_t ticket = thread; ticket < plan.comm_tasks; ticket += threads) {
+    params.comm_records[ticket] = make_record(plan, params.expert_rows, comm_task(plan, ticket));
+  }
+  if (thread == 0) {
+    *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(plan.num_macrobatches - 1) * kBlockRows,
+                      plan.gemm1_tiles};
+  }
   __syncthreads();
   if (threadIdx.x != 0) return;
   __threadfence_system();
   if (atomicAdd(&params.state->entered_blocks, 1u) + 1 != gridDim.x) return;
   __threadfence_system();
   params.state->entered_blocks = 0;
+  // After a fault this rank does not enter: its peers must not wait for rows that will not come.
+  if (ptx::load_acquire_gpu(&params.state->aborted) != 0) return;
   const int64_t call = params.state->call + 1;
   for (int64_t peer = 0; peer < params.ep_size; ++peer) {
     ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[peer]) + params.rank * kFlagWords + kFlagEntered, call);
   }
 }
+
+// The table holds the totals in one record's place, then the communication tasks, then the compute tasks.
+int64_t max_comm_tasks(int64_t capacity_blocks) { return capacity_blocks * kDispatchTasksPerBlock + 1; }
+static_assert(sizeof(PassTotals) <= sizeof(TaskRecord), "totals take one place");
 
 int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   EnterParams enter;
@@ -503,25 +525,33 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
     enter.w13[e] = call.w13[e];
     enter.w2[e] = call.w2[e];
   }
+  PassShape& shape = enter.shape;
+  shape.pass = Pass::kForward;
+  shape.rank = call.rank;
+  shape.ep_size = call.ep_size;
+  shape.num_tokens = call.num_tokens;
+  shape.hidden = call.hidden;
+  shape.intermediate = call.intermediate;
+  shape.num_local_experts = call.num_local_experts;
+  shape.minibatch_blocks = call.minibatch_blocks;
+  shape.macrobatch_blocks = call.macrobatch_blocks;
+  shape.capacity_blocks = call.capacity_blocks;
+  enter.expert_rows = reinterpret_cast<const int32_t*>(call.expert_rows);
+  enter.expert_row_offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
+  enter.totals = reinterpret_cast<PassTotals*>(call.records);
+  enter.comm_records = reinterpret_cast<TaskRecord*>(call.records + sizeof(TaskRecord));
+  enter.compute_records = enter.comm_records + max_comm_tasks(call.capacity_blocks);
   enter_kernel<<<kSms, kEnterThreads, 0, stream>>>(enter);
 
   params.peers = call.peers;
-  params.shape.pass = Pass::kForward;
-  params.shape.rank = call.rank;
-  params.shape.ep_size = call.ep_size;
-  params.shape.num_tokens = call.num_tokens;
-  params.shape.hidden = call.hidden;
-  params.shape.intermediate = call.intermediate;
-  params.shape.num_local_experts = call.num_local_experts;
-  params.shape.minibatch_blocks = call.minibatch_blocks;
-  params.shape.macrobatch_blocks = call.macrobatch_blocks;
-  params.shape.capacity_blocks = call.capacity_blocks;
+  params.shape = shape;
+  params.compute_records = enter.compute_records;
+  params.comm_records = enter.comm_records;
+  params.totals = enter.totals;
   params.timeout_nanoseconds = call.timeout_nanoseconds;
   params.weight_maps = enter.weight_maps;
   params.row_source_rank = reinterpret_cast<const int32_t*>(call.row_source_rank);
   params.row_source_slot = reinterpret_cast<const int32_t*>(call.row_source_slot);
-  params.expert_rows = reinterpret_cast<const int32_t*>(call.expert_rows);
-  params.expert_row_offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
   params.topk_experts = reinterpret_cast<const int32_t*>(call.topk_experts);
   params.y = reinterpret_cast<__nv_bfloat16*>(call.y);
   params.x_ring = reinterpret_cast<__nv_bfloat16*>(call.x_rows);
@@ -555,4 +585,10 @@ extern "C" int64_t mok_num_counters(int64_t capacity_blocks, int64_t num_local_e
   mok::Plan plan;
   plan.shape = shape;
   return plan.num_counters();
+}
+
+extern "C" int64_t mok_forward_record_bytes(int64_t capacity_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate) {
+  const int64_t compute = capacity_blocks * (mok::ceil_div(intermediate, mok::kGateUpCols) + mok::ceil_div(hidden, mok::kHiddenCols)) +
+                          mok::ceil_div(max_tokens, mok::kReduceTokens);
+  return (1 + mok::max_comm_tasks(capacity_blocks) + compute) * static_cast<int64_t>(sizeof(mok::TaskRecord));
 }

@@ -1,9 +1,10 @@
 // Arguments of the forward megakernel. Everything that changes between replays of a CUDA graph is behind a pointer.
 #pragma once
 
+#include "../ptx/sm90.cuh"
 #include "../task/plan.h"
 #include "launch.h"
-#include "../ptx/sm90.cuh"
+#include "sm90_records.cuh"
 
 namespace mok {
 
@@ -14,10 +15,11 @@ struct ForwardParams {
   PassShape shape;
   int64_t timeout_nanoseconds;
   const CUtensorMap* weight_maps;  // [2, E_local]: w13 [2I, H], then w2 [H, I], boxes of 128 rows x 64 columns
+  const TaskRecord* compute_records;
+  const TaskRecord* comm_records;
+  const PassTotals* totals;
   const int32_t* row_source_rank;
   const int32_t* row_source_slot;
-  const int32_t* expert_rows;
-  const int64_t* expert_row_offsets;
   const int32_t* topk_experts;  // [T, K]
   __nv_bfloat16* y;             // [T, H]
   __nv_bfloat16* x_ring;
@@ -30,9 +32,5 @@ struct ForwardParams {
   int32_t topk;
   int32_t comm_clusters;  // clusters that only move rows; 0: two warps of every CTA do
 };
-
-// A counter moves by this much a task, so that the rows of a fetch can be announced by whoever fetched them.
-constexpr uint32_t kTaskUnits = 32;
-static_assert(kTaskUnits == kDispatchRows, "a fetched row moves a counter by one");
 
 }  // namespace mok

@@ -52,6 +52,7 @@ _FORWARD_FIELDS = (
     "ring_activation",
     "weight_maps",
     "counters",
+    "records",
     "state",
     "fault",
 )
@@ -96,7 +97,11 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("mok_sm90_forward", "mok_sm90_schedule"):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
-    for name, count in (("mok_sm90_schedule_scratch_words", 4), ("mok_num_counters", 2)):
+    for name, count in (
+        ("mok_sm90_schedule_scratch_words", 4),
+        ("mok_num_counters", 2),
+        ("mok_forward_record_bytes", 4),
+    ):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_int64] * count, ctypes.c_int64
     for name, fields, extra in (
@@ -214,6 +219,12 @@ class CudaExecutor:
         self._state = zeros(_STATE_WORDS, torch.int64)
         self._counters = zeros(self._library.mok_num_counters(blocks, experts), torch.int32)
         self._weight_maps = zeros(2 * experts * _TENSOR_MAP_BYTES, torch.uint8)
+        self._records = zeros(
+            self._library.mok_forward_record_bytes(
+                blocks, shape.num_local_tokens, shape.hidden_size, shape.intermediate_size
+            ),
+            torch.uint8,
+        )
         scratch_words = self._library.mok_sm90_schedule_scratch_words(
             shape.ep_size, shape.num_local_tokens, shape.topk, experts
         )
@@ -237,6 +248,7 @@ class CudaExecutor:
             ring_weights=ring_weights.data_ptr(),
             weight_maps=self._weight_maps.data_ptr(),
             counters=self._counters.data_ptr(),
+            records=self._records.data_ptr(),
         )
         self._schedule = CallBlock(_SCHEDULE_FIELDS, 0, peers)
         self._schedule.set(
@@ -246,6 +258,17 @@ class CudaExecutor:
             capacity_rows=shape.capacity_rows,
             scratch=self._scratch.data_ptr(),
         )
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of this rank that no peer maps, by purpose."""
+        activation, weights = self._rings
+        return {
+            "ring.x": self.ring_x.nbytes,
+            "ring.activation": activation.nbytes,
+            "ring.router_weights": weights.nbytes,
+            "counters": self._counters.nbytes,
+            "scratch": self._scratch.nbytes + self._weight_maps.nbytes + self._state.nbytes,
+        }
 
     def _launch(self, name: str, block: CallBlock) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream
