@@ -72,7 +72,7 @@ def _run_rank(settings: BenchSettings, rank: int, local_rank: int, store: str | 
         return _run_all(settings, Ranks(0, 1, device))
     rendezvous: dict[str, Any] = {} if store is None else {"store": dist.FileStore(store, settings.ep)}
     if settings.device == "cuda":
-        dist.init_process_group("nccl", rank=rank, world_size=settings.ep, timeout=_COLLECTIVE_TIMEOUT, device_id=device, **rendezvous)
+        dist.init_process_group("nccl", rank=rank, world_size=settings.ep, timeout=_COLLECTIVE_TIMEOUT, **rendezvous)
         host_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group("gloo", rank=rank, world_size=settings.ep, timeout=_COLLECTIVE_TIMEOUT, **rendezvous)

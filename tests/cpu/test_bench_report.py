@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mok_megatron.bench import report
+from mok_megatron.bench import report, timing
 from mok_megatron.bench.chart import write_chart
 from mok_megatron.bench.layer import RowResult, measure
 from mok_megatron.bench.oracle import Verdict
@@ -136,3 +136,36 @@ def test_chart(record: dict[str, Any], tmp_path: Path) -> None:
 def test_chart_without_matplotlib(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert write_chart(tmp_path / "a.png", [record]) == "a.png was not written: matplotlib is not installed"
+
+
+def test_cuda_clock_starts_behind_idle_ranks_and_a_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: Any) -> float:
+            return 2.5
+
+    class Two(Ranks):
+        def barrier(self) -> None:
+            log.append("barrier")
+
+    monkeypatch.setattr(timing, "_FILLER_SIZE", 4)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: log.append("mm"))
+    monkeypatch.setattr(timing.dist, "all_reduce", lambda token, group: log.append(f"all_reduce {group}"))
+    clock = timing.CudaClock(Two(0, 2, CPU, "group", None))
+    assert clock.hides_us == 2500.0
+    log.clear()
+    reading = clock.time(lambda: log.append("call"))
+    assert log == ["idle", "barrier", "mm", "mm", "mm", "all_reduce group", "record", "call", "record", "wait"]
+    assert reading.milliseconds == 2.5 and 0.0 < reading.host_us < 1e6

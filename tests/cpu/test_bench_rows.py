@@ -67,6 +67,24 @@ def test_bare_row_is_judged_too() -> None:
     assert row.verify(reference).fault is not None
 
 
+class _UnsteadyRow(COMPETITORS["mok"]):
+    calls = 0
+
+    def forward(self) -> torch.Tensor:
+        self.calls += 1
+        y = super().forward()
+        y[2, 3] *= 1.0 if self.calls % 2 else 1.0 + 2.0**-7
+        return y
+
+
+def test_mok_must_give_the_same_bits_twice() -> None:
+    problem = small_problem(Ranks(0, 1, CPU))
+    reference = oracle.make_reference(problem)
+    assert COMPETITORS["mok"](problem).verify(reference).fault is None
+    verdict = _UnsteadyRow(problem).verify(reference)
+    assert verdict.error <= verdict.tolerance and verdict.fault == "1 of 5120 elements differ between two runs"
+
+
 def test_reference_equals_the_test_oracle() -> None:
     problem = small_problem(Ranks(0, 1, CPU), tokens=oracle.SAMPLE_TOKENS + 30)
     reference = oracle.make_reference(problem)

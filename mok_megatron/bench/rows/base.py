@@ -11,6 +11,8 @@ import torch
 from mok_megatron.bench import oracle
 from mok_megatron.bench.problem import LayerProblem
 
+_POISONED_BLOCKS = 4
+
 
 class Row(ABC):
     """One way to run the layer of a problem. Making it allocates what the calls need and is a collective of the ranks.
@@ -41,7 +43,13 @@ class Row(ABC):
 
     def verify(self, reference: oracle.Reference) -> oracle.Verdict:
         """Run once and judge the output of this rank. ``reference`` is that of ``self.problem``."""
-        return oracle.judge(self.problem, reference, self.forward(), self.roundings)
+        return oracle.judge(self.problem, reference, self.forward_into_poison(), self.roundings)
+
+    def forward_into_poison(self) -> torch.Tensor:
+        """forward, with NaN in the free memory that its output is likely to be given: what is not written must not look right."""
+        poison = [torch.full_like(self.problem.x, float("nan")) for _ in range(_POISONED_BLOCKS)]
+        del poison
+        return self.forward()
 
     def close(self) -> None:
         """Let go of what outlives the object."""
