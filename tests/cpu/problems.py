@@ -91,7 +91,7 @@ class Run:
     weights_as_list: bool = False
     main_grads: torch.dtype | None = None  # dtype of main_grad buffers; None: gradients are returned
     main_grad_fill: float = 0.0
-    overwrite: bool = False
+    overwrite: bool | tuple[bool, bool] = False  # for both, or for w13 and w2
     recompute: bool = False  # backward from recompute_forward_context instead of the context of forward
     poison: bool = False  # fill the workspace's buffers with NaN first
     repeats: int = 1  # the last one's results are returned
@@ -210,7 +210,7 @@ def run_on_rank(rank: int, batch: Batch, run: Run, use_group: bool = True) -> di
         passed = grads
         if grads is not None and run.weights_as_list:
             passed = tuple(list(g.unbind(0)) for g in grads)
-        overwrite = (run.overwrite, run.overwrite)
+        overwrite = run.overwrite if isinstance(run.overwrite, tuple) else (run.overwrite, run.overwrite)
         dx, d_router_weights, dw13, dw2 = functional.backward(
             config,
             workspace,

@@ -129,6 +129,15 @@ def test_accumulation_adds_the_gradient_once_in_fp32(ranks4: RankPool, seed: int
         assert torch.equal(getattr(onto, name), torch.tensor(0.7) + getattr(fresh, name))
 
 
+@pytest.mark.parametrize("overwrite", [(True, False), (False, True)], ids=["w13", "w2"])
+def test_overwriting_one_weight_accumulates_the_other(seed: int, overwrite: tuple[bool, bool]) -> None:
+    batch = random_batch(seed, 100, routes=torch.tensor([0, 2]).repeat(100, 1))
+    fresh = execute(None, batch, Run((100,), main_grads=torch.float32))
+    got = execute(None, batch, Run((100,), main_grads=torch.float32, main_grad_fill=5.0, overwrite=overwrite))
+    for name, flag in zip(("dw13", "dw2"), overwrite, strict=True):
+        assert torch.equal(getattr(got, name), getattr(fresh, name) + (0.0 if flag else 5.0)), name
+
+
 def _selected(rank: int, batch: Batch) -> dict[str, Any]:
     """Per-expert targets inside flat buffers: expert 1 frozen for w13, all of w2 frozen; mixed overwrite; guards around."""
     run = Run((batch.x.shape[0],), SMALLEST_RING)
