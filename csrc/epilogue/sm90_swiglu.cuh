@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_swiglu(float (&accumulators)[128], uint32_
       }
     }
     __syncwarp();
-#pragma unroll 1
+#pragma unroll 2
     for (uint32_t i = 0; i < 4; ++i) {
       const uint32_t row = 4 * i + (lane >> 3), chunk = lane & 7;
       const float row_weight = __shfl_sync(0xffffffffu, weight, row);

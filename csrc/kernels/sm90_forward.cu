@@ -5,6 +5,8 @@
 // tickets; where their tiles share rows or weights, each CTA loads half of what is shared for both.
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "../comm/sm90_dispatch.cuh"
 #include "../comm/sm90_wait.cuh"
 #include "../epilogue/sm90_push.cuh"
@@ -493,6 +495,22 @@ __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_const
 int64_t max_comm_tasks(int64_t capacity_blocks) { return capacity_blocks * kDispatchTasksPerBlock + 1; }
 static_assert(sizeof(PassTotals) <= sizeof(TaskRecord), "totals take one place");
 
+// Multiprocessors of the current device. Its limit on dynamic shared memory is raised at the first call: the setting is one of each device.
+int prepare_device(int* sms) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];
+  int device = 0;
+  int code = cudaGetDevice(&device);
+  if (code != cudaSuccess) return code;
+  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+  *sms = known[device].load();
+  if (*sms != 0) return cudaSuccess;
+  code = cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
+  if (code == cudaSuccess) code = cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (code == cudaSuccess) known[device].store(*sms);
+  return code;
+}
+
 int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   EnterParams enter;
   ForwardParams params;
@@ -503,13 +521,9 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   if (code == 0) code = encode_tensor_map(&params.map_activation, reinterpret_cast<void*>(call.ring_activation), ring_rows, call.intermediate, 64);
   if (code != 0) return code;
 
-  static const int kSms = [] {
-    int device = 0, count = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    return count;
-  }();
+  int sms = 0;
+  code = prepare_device(&sms);
+  if (code != 0) return code;
 
   enter.peers = call.peers;
   enter.rank = call.rank;
@@ -541,7 +555,7 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   enter.totals = reinterpret_cast<PassTotals*>(call.records);
   enter.comm_records = reinterpret_cast<TaskRecord*>(call.records + sizeof(TaskRecord));
   enter.compute_records = enter.comm_records + max_comm_tasks(call.capacity_blocks);
-  enter_kernel<<<kSms, kEnterThreads, 0, stream>>>(enter);
+  enter_kernel<<<sms, kEnterThreads, 0, stream>>>(enter);
 
   params.peers = call.peers;
   params.shape = shape;
@@ -563,7 +577,7 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   params.fault = reinterpret_cast<FaultRecord*>(call.fault);
   params.topk = static_cast<int32_t>(call.topk);
   params.comm_clusters = static_cast<int32_t>(call.num_comm_sms / kClusterSize);
-  const int grid = (kSms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
+  const int grid = (sms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
   if (grid <= 0) return cudaErrorInvalidConfiguration;
   forward_kernel<<<grid, kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();

@@ -130,3 +130,22 @@ def test_a_missing_peer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, phase, rank, missing) == (1, 0, 0, 0b10)
     assert seen < expected == call
     assert 0.5e9 <= waited < 2e9
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs with peer access")
+@pytest.mark.parametrize(("tokens", "hidden", "inner", "experts", "topk"), [([700, 300], 512, 320, 8, 4), ([2048, 2048], 2048, 768, 32, 8)])
+def test_two_gpus(tokens: list[int], hidden: int, inner: int, experts: int, topk: int) -> None:
+    """Rows over NVLink: within the oracle's bound where that is small enough to evaluate, and the same bits as both ranks on one GPU."""
+    problem = random_problem(tokens, hidden, inner, experts, topk, seed=9, missing=0.05)
+    across = Group(2, max(tokens), topk, hidden, inner, experts, devices=[0, 1])
+    for repeat in range(5):
+        for memory in across.memory:
+            poison(memory.combine)
+        outputs, _, _ = across.forward(problem, save=repeat % 2 == 1)
+        if repeat == 0:
+            first = torch.cat(outputs)
+            if hidden <= 512:
+                _check(problem, outputs)
+        assert torch.equal(torch.cat(outputs).view(torch.int16), first.view(torch.int16))
+    one, _, _ = Group(2, max(tokens), topk, hidden, inner, experts).forward(problem)
+    assert torch.equal(torch.cat(one).view(torch.int16), first.view(torch.int16))
