@@ -94,6 +94,12 @@ def build_layer(backend: str | None, config: TransformerConfig, seed: int = 1, l
     return layer.to(config.params_dtype)
 
 
+def make_mok(**changes: Any) -> Any:
+    """A MoK layer on one rank, SMALL with changes."""
+    start_megatron(1)
+    return build_layer("mok", make_config(**changes))
+
+
 def initialise(layer: Any, seed: int) -> None:
     """Weights drawn from the seed and the parameter's place, experts by their global number."""
     with torch.no_grad():

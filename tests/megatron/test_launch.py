@@ -150,3 +150,52 @@ def test_e_t5_a_layer_is_never_built_with_another_backend_in_silence(folder: Pat
     assert ended.returncode != 0
     assert "MoKBuildError: --moe-backend=mok was asked for and cannot run here" in ended.stderr
     assert "built" not in ended.stdout
+
+
+if importlib.util.find_spec("megatron.training") is not None:
+    # Megatron's own path from flags to a model; its pretrain() needs CUDA.
+    STEP = """
+        from mok_megatron.stock_cpu import enable_stock_cpu
+        enable_stock_cpu()
+        import torch
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+
+        args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel(1, 1)
+        model = GPTModel(
+            config=core_transformer_config_from_args(args),
+            transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, False, normalization="RMSNorm"),
+            vocab_size=64,
+            max_sequence_length=args.seq_length,
+            position_embedding_type="rope",
+        )
+        ids = torch.randint(0, 64, (args.micro_batch_size, args.seq_length + 1))
+        mask = torch.ones(args.seq_length, args.seq_length).tril().logical_not()[None, None]
+        loss = model(ids[:, :-1], torch.arange(args.seq_length)[None], mask, labels=ids[:, 1:]).mean()
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        from mok_megatron.megatron import layer, metrics
+        print("workspaces", [(w.num_local_tokens, w.minibatch_size) for w in layer._workspaces.values()])
+        print("layers", [type(block.mlp).__name__ for block in model.decoder.layers])
+        print("routes", [summary.routes for summary in metrics.collect().layers])
+    """
+    FLAGS = (
+        "--moe-backend mok --mok-minibatch-size 128 --mok-log-expert-load --num-experts 8 --moe-router-topk 2 --hidden-size 64 "
+        "--moe-ffn-hidden-size 64 --num-attention-heads 4 --num-layers 2 --swiglu --disable-bias-linear --normalization RMSNorm "
+        "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
+        "--vocab-size 63 --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
+        "--no-bias-dropout-fusion --no-masked-softmax-fusion --transformer-impl local --no-persist-layer-norm --no-rope-fusion"
+    )
+
+    def test_a_launch_command_trains_a_step(folder: Path) -> None:
+        ended = launch(folder, STEP, *FLAGS.split(), CUDA_DEVICE_MAX_CONNECTIONS="1")
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert "mok_megatron: MoE backend: mok (Mixture-of-Kittens; minibatch_size=128" in ended.stdout
+        assert "workspaces [(64, 128)]" in ended.stdout, "32 tokens a sequence, 2 sequences"
+        assert "layers ['MoKMoELayer', 'MoKMoELayer']" in ended.stdout
+        assert "routes [128, 128]" in ended.stdout
