@@ -239,6 +239,42 @@ def test_a_t3_growing_the_workspace_on_one_rank_ends_on_all_ranks() -> None:
     assert kinds[0] != "none" and f"rank {OFFENDER}" in texts[0], texts
 
 
+def _breaks(rank: int, batch: Batch) -> list[tuple[str, str]]:
+    """A fault that no argument causes, in the middle of rank OFFENDER's forward; then another try on the same workspace."""
+    from mok_megatron.executors import cpu
+
+    config, workspace = workspace_for(batch, RUN, job_group())
+    part = local_part(batch, RUN.tokens, rank)
+    schedule = functional.build_schedule(workspace, config, part.topk_experts)
+    operands = (config, workspace, schedule, part.x, part.router_weights, part.w13, part.w2)
+    if rank == OFFENDER:
+
+        def broken(*_: Any) -> None:
+            raise MemoryError("no memory left for a tile")
+
+        cpu.activation = broken  # type: ignore[assignment]
+    found = []
+    for _ in range(2):
+        try:
+            functional.forward(*operands)
+        except (MoKError, MemoryError) as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_an_unexpected_failure_in_a_pass_reaches_every_rank(seed: int) -> None:
+    batch = random_batch(seed, 16, experts=6, missing=0.0)
+    start = time.monotonic()
+    outcomes = run_ranks_outcomes(_breaks, 3, batch, timeout=40)
+    assert time.monotonic() - start < 25
+    for outcome in outcomes:
+        assert outcome.status == "ok", outcome.describe()
+        (kind, text), (kind_after, text_after) = outcome.value
+        assert kind == ("MemoryError" if outcome.rank == OFFENDER else "MoKPeerError"), outcome.value
+        assert "no memory left" in text and "cannot be used" in text_after, outcome.value
+        assert kind_after == "MoKError" and "no memory left" in text_after, outcome.value
+
+
 def test_a_workspace_for_one_rank_checks_its_arguments_too() -> None:
     with pytest.raises(MoKArgumentError, match=r"hidden_size=65"):
         functional.get_workspace(
