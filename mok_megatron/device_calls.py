@@ -52,12 +52,10 @@ class CallLog:
 
 def device_fault(workspace: MoKWorkspace) -> MoKError | None:
     """The error that the kernels of this rank recorded, if any. Reads host memory only."""
-    record = workspace.executor.fault
-    code = int(record[0])
+    code = workspace.executor.fault_code()
     if code == 0:
         return None
-    phase, number, _, missing, expected, seen, waited = record[1:8].tolist()
-    detail = record[8:].tolist()
+    _, phase, number, _, missing, expected, seen, waited, *detail = workspace.executor.fault.tolist()
     call = workspace.call_log.find(number)
     tag = call.tag if call else PassTag()
     name = f"{call.kind.name.lower()} of {tag} (call {number})" if call else f"call {number}"
@@ -169,7 +167,7 @@ def device_forward(workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig,
         MoKArgumentError: a weight is not contiguous.
     """
     for name, weights in (("w13", inputs.w13), ("w2", inputs.w2)):
-        for index, weight in enumerate(weights):
+        for index, weight in enumerate((weights,) if isinstance(weights, torch.Tensor) else weights):
             if not weight.is_contiguous():
                 raise MoKArgumentError(f"{name}[{index}]: strides {weight.stride()} must be those of a contiguous matrix on a GPU")
     return workspace.executor.forward(

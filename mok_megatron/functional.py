@@ -51,9 +51,10 @@ def _require_host(workspace: MoKWorkspace, function: str) -> None:
 def _check_tensor(name: str, value: object, sizes: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
         raise MoKArgumentError(f"{name}: must be a tensor, is {type(value).__name__}")
-    wanted = "[" + ", ".join("*" if size is None else str(size) for size in sizes) + "]"
-    if value.dim() != len(sizes) or any(w is not None and w != s for w, s in zip(sizes, value.shape, strict=True)):
-        raise MoKArgumentError(f"{name}: shape {list(value.shape)} must be {wanted}")
+    shape = value.shape
+    if len(shape) != len(sizes) or any(w is not None and w != s for w, s in zip(sizes, shape, strict=True)):
+        wanted = "[" + ", ".join("*" if size is None else str(size) for size in sizes) + "]"
+        raise MoKArgumentError(f"{name}: shape {list(shape)} must be {wanted}")
     if value.dtype not in dtypes:
         raise MoKArgumentError(f"{name}: dtype {value.dtype} must be {' or '.join(map(str, dtypes))}")
     if value.device != device:
@@ -77,7 +78,11 @@ def _expert_matrices(
     return list(value)
 
 
-def _weights(name: str, value: object, workspace: MoKWorkspace, rows: int, cols: int) -> list[torch.Tensor]:
+def _weights(name: str, value: object, workspace: MoKWorkspace, rows: int, cols: int) -> WeightArgument:
+    """Checked weights; on the CPU one matrix an expert, on a GPU as they came: a call must not cost the host a loop where it need not."""
+    if workspace.device.type == "cuda" and isinstance(value, torch.Tensor):
+        _check_tensor(name, value, (workspace.num_local_experts, rows, cols), (workspace.dtype,), workspace.device)
+        return value
     matrices = _expert_matrices(name, value, workspace, rows, cols, (workspace.dtype,))
     for index, matrix in enumerate(matrices):
         if matrix is None:
@@ -85,11 +90,11 @@ def _weights(name: str, value: object, workspace: MoKWorkspace, rows: int, cols:
     return matrices
 
 
-def _w13(value: object, workspace: MoKWorkspace) -> list[torch.Tensor]:
+def _w13(value: object, workspace: MoKWorkspace) -> WeightArgument:
     return _weights("w13", value, workspace, 2 * workspace.intermediate_size, workspace.hidden_size)
 
 
-def _w2(value: object, workspace: MoKWorkspace) -> list[torch.Tensor]:
+def _w2(value: object, workspace: MoKWorkspace) -> WeightArgument:
     return _weights("w2", value, workspace, workspace.hidden_size, workspace.intermediate_size)
 
 

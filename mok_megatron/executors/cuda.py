@@ -231,6 +231,7 @@ class CudaExecutor:
         self._scratch = zeros(max(scratch_words, 1), torch.int32)
         # The host reads it without a word to the GPU, also while a stream is stuck.
         self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=True)
+        self._fault_code = ctypes.c_int64.from_address(self.fault.data_ptr())
         self._rings = (ring_activation, ring_weights)
         peers = [rank.pointers() for rank in memory]
         common = {"rank": shape.rank, "ep_size": shape.ep_size, "topk": shape.topk, "num_local_experts": experts}
@@ -259,6 +260,10 @@ class CudaExecutor:
             scratch=self._scratch.data_ptr(),
         )
 
+    def fault_code(self) -> int:
+        """The code of the kernels' fault record, 0 without a fault. Costs no look at the GPU."""
+        return self._fault_code.value
+
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of this rank that no peer maps, by purpose."""
         activation, weights = self._rings
@@ -281,18 +286,12 @@ class CudaExecutor:
         shape = self.shape
         tokens = topk_experts.shape[0]
 
-        def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(count, dtype=dtype, device=self.device)
-
-        schedule = MoKSchedule(
-            tokens,
-            empty(shape.capacity_rows, torch.int32),
-            empty(shape.capacity_rows, torch.int32),
-            empty(shape.num_local_experts, torch.int32),
-            empty(shape.num_local_experts + 1, torch.int64),
-            empty(1, torch.int64),
-            torch.empty(tokens, shape.topk, dtype=torch.int32, device=self.device),
-        )
+        # Two allocations instead of six: a call's host time is mostly the number of torch calls.
+        sizes = (shape.capacity_rows, shape.capacity_rows, shape.num_local_experts, tokens * shape.topk)
+        ranks, slots, rows, routes = torch.empty(sum(sizes), dtype=torch.int32, device=self.device).split(sizes)
+        wide = torch.empty(shape.num_local_experts + 2, dtype=torch.int64, device=self.device)
+        offsets, total = wide.split((shape.num_local_experts + 1, 1))
+        schedule = MoKSchedule(tokens, ranks, slots, rows, offsets, total, routes.view(tokens, shape.topk))
         self._schedule.set(
             num_tokens=tokens,
             timeout_nanoseconds=int(timeout_seconds * 1e9),

@@ -227,3 +227,63 @@ def test_overflow_raises_on_every_rank(ep_size):
     for outcome in run_ranks_outcomes(_overflow, ep_size, ep_size, timeout=60):
         assert outcome.error_types[:1] == ("MoKCapacityError",), outcome.describe()
         assert f"rank 0 needs {needed} rows" in outcome.message, outcome.describe()
+
+
+def _beside_spinning_kernels(rank: int, spinners: int, sm_reserve: int) -> None:
+    """Kernels that hold SMs when the pass starts, and end only long after it."""
+    mok, config, workspace = _start(rank, 1, sm_reserve=sm_reserve)
+    (routes, x, p), weights, _ = _split([TOKENS], 1, 1, 0)
+    schedule = mok.build_schedule(workspace, config, routes)
+    first, _ = mok.forward(config, workspace, schedule, x, p, *weights)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(spinners)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(6e9))
+    time.sleep(0.05)
+    done = torch.cuda.Event()
+    y, _ = mok.forward(config, workspace, schedule, x, p, *weights)
+    done.record()
+    begin = time.monotonic()
+    while not done.query() and time.monotonic() - begin < 2:
+        time.sleep(0.001)
+    assert done.query(), "the pass waits for the kernels that hold SMs"
+    assert not streams[0].query(), "the kernels beside it ended too early to prove anything"
+    torch.cuda.synchronize()
+    assert torch.equal(first, y)
+
+
+@pytest.mark.parametrize(("spinners", "sm_reserve"), [(1, 2), (24, 48)])
+def test_kernels_that_hold_sms_do_not_hold_the_pass(spinners, sm_reserve):
+    run_ranks(_beside_spinning_kernels, 1, spinners, sm_reserve, timeout=60)
+
+
+def _collectives_in_opposite_order(rank: int) -> None:
+    mok, config, workspace = _start(rank, 2, sm_reserve=32)
+    (routes, x, p), weights, _ = _split([TOKENS // 2] * 2, 1, 2, rank)
+    collectives = dist.new_group([0, 1], backend="nccl")
+    data = torch.ones(1 << 24, device="cuda")
+    dist.all_reduce(data, group=collectives)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+
+    def reduce() -> None:
+        with torch.cuda.stream(side):
+            dist.all_reduce(data, group=collectives)
+
+    outputs = []
+    for repeat in range(6):
+        if rank == repeat % 2:
+            reduce()
+        schedule = mok.build_schedule(workspace, config, routes)
+        outputs.append(mok.forward(config, workspace, schedule, x, p, *weights)[0])
+        if rank != repeat % 2:
+            reduce()
+    torch.cuda.synchronize()
+    assert all(torch.equal(outputs[0], y) for y in outputs)
+    assert float(data[0]) == 2.0**7
+
+
+@two_gpus
+def test_collectives_in_opposite_order_do_not_deadlock():
+    run_ranks(_collectives_in_opposite_order, 2, timeout=60)
