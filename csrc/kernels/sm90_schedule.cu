@@ -1,7 +1,7 @@
 // The route schedule on the device: equal to schedule/route_schedule.h bit for bit.
 //
-// Five launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; prefix sums; scatter; padding. A chunk is
-// what one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
+// Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. A chunk is what one warp
+// walks in order, 32 routes at a time, so positions come from prefix sums alone.
 #include <cuda_runtime.h>
 
 #include "../comm/sm90_wait.cuh"
@@ -12,7 +12,7 @@ namespace mok {
 namespace {
 
 constexpr int kChunkRoutes = 512;
-constexpr int kPublishThreads = 256, kScanThreads = 256, kFillThreads = 256;
+constexpr int kPublishThreads = 256, kScatterThreads = 256;
 
 // At least one, so that a group that brings no token launches something.
 int64_t chunks_of_rank(int64_t max_tokens, int64_t topk) {
@@ -22,7 +22,7 @@ int64_t chunks_of_rank(int64_t max_tokens, int64_t topk) {
 
 struct ScheduleParams {
   ScheduleCall call;
-  int32_t* chunk_counts;  // [chunks of all ranks, E_local], then their exclusive sums
+  int32_t* chunk_counts;  // [chunks of all ranks, E_local]
   int64_t chunks_per_rank;
 };
 
@@ -85,22 +85,31 @@ __global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_c
   }
 }
 
-// Walks one chunk in order. `visit(expert, before)` gets each route's local expert and how many of the chunk's earlier lanes have the same one.
+// Walks one chunk in order. `visit(expert, same, rank, i)` gets each route's local expert (-1: not this rank's), the lanes that have the same one, and
+// where the route stands. All loads come first: those from a peer take microseconds.
 template <typename Visit>
-__device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t chunk, uint32_t lane, Visit visit) {
+__device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t chunk, int64_t parity, uint32_t lane, Visit visit) {
   const ScheduleCall& call = params.call;
-  const int64_t parity = current_call(call) % 2, rank = chunk / params.chunks_per_rank;
+  const int64_t rank = chunk / params.chunks_per_rank;
   const int64_t first = chunk % params.chunks_per_rank * kChunkRoutes;
   const int64_t tokens = reinterpret_cast<const int64_t*>(call.peers.num_tokens[rank])[parity];
   const int64_t end = min_of(first + kChunkRoutes, tokens * call.topk);
+  const int64_t allocated = min_of(first + kChunkRoutes, call.max_tokens * call.topk);
   const int32_t* routes = reinterpret_cast<const int32_t*>(call.peers.routes[rank]) + parity * call.max_tokens * call.topk;
   const int32_t first_expert = static_cast<int32_t>(call.rank * call.num_local_experts);
-  for (int64_t base = first; base < end; base += 32) {
-    const int64_t i = base + lane;
-    int32_t expert = i < end ? routes[i] - first_expert : -1;
-    if (expert < 0 || expert >= call.num_local_experts) expert = -1;
-    const uint32_t same = __match_any_sync(0xffffffffu, expert);
-    visit(expert, same, rank, i);
+  constexpr int kSteps = kChunkRoutes / 32;
+  int32_t experts[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int64_t i = first + step * 32 + lane;
+    experts[step] = i < allocated ? routes[i] - first_expert : -1;
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int64_t i = first + step * 32 + lane;
+    const bool mine = i < end && experts[step] >= 0 && experts[step] < call.num_local_experts;
+    const int32_t expert = mine ? experts[step] : -1;
+    visit(expert, __match_any_sync(0xffffffffu, expert), rank, i);
   }
 }
 
@@ -114,7 +123,7 @@ __global__ void __launch_bounds__(32) count_kernel(const __grid_constant__ Sched
   for (int64_t e = lane; e < params.call.num_local_experts; e += 32) counts[e] = 0;
   __syncwarp();
   if (ready) {
-    walk_chunk(params, blockIdx.x, lane, [&](int32_t expert, uint32_t same, int64_t, int64_t) {
+    walk_chunk(params, blockIdx.x, current_call(params.call) % 2, lane, [&](int32_t expert, uint32_t same, int64_t, int64_t) {
       if (expert >= 0 && __ffs(same) - 1 == static_cast<int>(lane)) counts[expert] += __popc(same);
       __syncwarp();
     });
@@ -123,106 +132,97 @@ __global__ void __launch_bounds__(32) count_kernel(const __grid_constant__ Sched
   for (int64_t e = lane; e < params.call.num_local_experts; e += 32) out[e] = counts[e];
 }
 
-// Per expert: exclusive sums over the chunks, which stand in the order of ranks and tokens; then the experts' padded offsets.
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constant__ ScheduleParams params) {
-  __shared__ int64_t padded[kMaxLocalExperts];
+// Every block adds up all chunks' counts for itself: positions of its own chunk's routes, rows and padded offsets of the experts. Then the first warp
+// scatters the chunk, and all threads fill a share of the padding, and of the rows behind the last expert, with -1.
+__global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ ScheduleParams params) {
+  __shared__ int32_t cursor[kMaxLocalExperts];
+  __shared__ int32_t expert_rows[kMaxLocalExperts];
+  __shared__ int64_t offsets[kMaxLocalExperts + 1];
+  __shared__ bool overflow;
   const ScheduleCall& call = params.call;
-  const int64_t experts = call.num_local_experts, chunks = params.chunks_per_rank * call.ep_size;
-  const int64_t expert = threadIdx.x;
-  if (expert < experts) {
-    int32_t sum = 0;
+  const int64_t experts = call.num_local_experts, chunks = params.chunks_per_rank * call.ep_size, chunk = blockIdx.x;
+  // Counted on before the call number moves on, below.
+  const int64_t number = current_call(call);
+  for (int64_t expert = threadIdx.x; expert < experts; expert += kScatterThreads) {
+    int32_t before = 0, sum = 0;
     constexpr int kUnroll = 16;
-    for (int64_t chunk = 0; chunk < chunks; chunk += kUnroll) {
+    for (int64_t first = 0; first < chunks; first += kUnroll) {
       int32_t counts[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) counts[i] = chunk + i < chunks ? params.chunk_counts[(chunk + i) * experts + expert] : 0;
+      for (int i = 0; i < kUnroll; ++i) counts[i] = first + i < chunks ? params.chunk_counts[(first + i) * experts + expert] : 0;
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        if (chunk + i < chunks) params.chunk_counts[(chunk + i) * experts + expert] = sum;
+        if (first + i == chunk) before = sum;
         sum += counts[i];
       }
     }
-    reinterpret_cast<int32_t*>(call.expert_rows)[expert] = sum;
-    padded[expert] = ceil_div(sum, kBlockRows) * kBlockRows;
+    cursor[expert] = before;
+    expert_rows[expert] = sum;
   }
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  int64_t* offsets = reinterpret_cast<int64_t*>(call.expert_row_offsets);
-  int64_t rows = 0;
-  for (int64_t e = 0; e < experts; ++e) {
-    offsets[e] = rows;
-    rows += padded[e];
+  if (threadIdx.x == 0) {
+    int64_t rows = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      offsets[e] = rows;
+      rows += ceil_div(expert_rows[e], kBlockRows) * kBlockRows;
+    }
+    offsets[experts] = rows;
+    overflow = rows > call.capacity_rows;
   }
-  offsets[experts] = rows;
-  reinterpret_cast<int64_t*>(call.num_rows)[0] = rows;
-  if (rows > call.capacity_rows) {
-    // Nothing is dropped: with no rows at all the passes of this schedule do nothing, and the host raises.
-    FaultRecord* record = reinterpret_cast<FaultRecord*>(call.fault);
-    record->call = current_call(call);
-    record->rank = call.rank;
-    record->detail[0] = rows;
-    record->detail[1] = call.capacity_rows;
-    ptx::store_release_system(&record->code, 4);
-    for (int64_t e = 0; e <= experts; ++e) offsets[e] = 0;
-    // No later pass of this rank enters; its peers find the reason where they look for a fault.
-    reinterpret_cast<DeviceState*>(call.state)->aborted = 1;
-    for (int64_t peer = 0; peer < call.ep_size; ++peer) {
-      if (peer == call.rank) continue;
-      int64_t* row = reinterpret_cast<int64_t*>(call.peers.flags[peer]) + call.rank * kFlagWords;
-      row[kFlagStatusMissing] = rows;
-      row[kFlagStatusLength] = call.capacity_rows;
-      row[kFlagStatusCall] = current_call(call);
-      ptx::store_release_system(row + kFlagStatusCode, kStatusOverflow);
+  __syncthreads();
+  if (chunk == 0) {
+    // Too many rows: nothing is dropped. With no rows at all the passes of this schedule do nothing, and the host raises.
+    for (int64_t e = threadIdx.x; e <= experts; e += kScatterThreads) {
+      reinterpret_cast<int64_t*>(call.expert_row_offsets)[e] = overflow ? 0 : offsets[e];
+      if (e < experts) reinterpret_cast<int32_t*>(call.expert_rows)[e] = expert_rows[e];
+    }
+    if (threadIdx.x == 0) {
+      reinterpret_cast<int64_t*>(call.num_rows)[0] = offsets[experts];
+      if (overflow) {
+        FaultRecord* record = reinterpret_cast<FaultRecord*>(call.fault);
+        record->call = number;
+        record->rank = call.rank;
+        record->detail[0] = offsets[experts];
+        record->detail[1] = call.capacity_rows;
+        ptx::store_release_system(&record->code, 4);
+      }
     }
   }
-}
-
-__global__ void __launch_bounds__(32) scatter_kernel(const __grid_constant__ ScheduleParams params) {
-  __shared__ int32_t cursor[kMaxLocalExperts];
-  const ScheduleCall& call = params.call;
-  const uint32_t lane = threadIdx.x;
-  const int64_t experts = call.num_local_experts;
-  const int64_t* offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
   int32_t* ranks = reinterpret_cast<int32_t*>(call.row_source_rank);
   int32_t* slots = reinterpret_cast<int32_t*>(call.row_source_slot);
-  if (offsets[experts] == 0) return;
-  const int32_t* base = params.chunk_counts + static_cast<int64_t>(blockIdx.x) * experts;
-  for (int64_t e = lane; e < experts; e += 32) cursor[e] = base[e];
-  __syncwarp();
-  walk_chunk(params, blockIdx.x, lane, [&](int32_t expert, uint32_t same, int64_t rank, int64_t i) {
-    int32_t first = 0;
-    if (expert >= 0) first = cursor[expert];
-    __syncwarp();
-    if (expert >= 0) {
-      const int64_t row = offsets[expert] + first + __popc(same & ((1u << lane) - 1));
-      ranks[row] = static_cast<int32_t>(rank);
-      slots[row] = static_cast<int32_t>(i);
-      if (__ffs(same) - 1 == static_cast<int>(lane)) cursor[expert] = first + __popc(same);
-    }
-    __syncwarp();
-  });
-}
-
-// Padding rows, and all rows behind the last expert, are -1. The call number moves on once everything has read it.
-__global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ ScheduleParams params) {
-  const ScheduleCall& call = params.call;
-  int32_t* ranks = reinterpret_cast<int32_t*>(call.row_source_rank);
-  int32_t* slots = reinterpret_cast<int32_t*>(call.row_source_slot);
-  const int64_t* offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
-  const int32_t* rows = reinterpret_cast<const int32_t*>(call.expert_rows);
-  const int64_t experts = call.num_local_experts, threads = static_cast<int64_t>(gridDim.x) * kFillThreads;
-  const int64_t total = offsets[experts];
-  for (int64_t e = blockIdx.x; total != 0 && e < experts; e += gridDim.x) {
-    for (int64_t row = offsets[e] + rows[e] + threadIdx.x; row < offsets[e + 1]; row += kFillThreads) {
+  if (!overflow && threadIdx.x < 32) {
+    const uint32_t lane = threadIdx.x;
+    walk_chunk(params, chunk, number % 2, lane, [&](int32_t expert, uint32_t same, int64_t rank, int64_t i) {
+      const int32_t first = expert >= 0 ? cursor[expert] : 0;
+      __syncwarp();
+      if (expert >= 0) {
+        const int64_t row = offsets[expert] + first + __popc(same & ((1u << lane) - 1));
+        ranks[row] = static_cast<int32_t>(rank);
+        slots[row] = static_cast<int32_t>(i);
+        if (__ffs(same) - 1 == static_cast<int>(lane)) cursor[expert] = first + __popc(same);
+      }
+      __syncwarp();
+    });
+  }
+  const int64_t used = overflow ? 0 : offsets[experts];
+  for (int64_t e = chunk; !overflow && e < experts; e += gridDim.x) {
+    for (int64_t row = offsets[e] + expert_rows[e] + threadIdx.x; row < offsets[e + 1]; row += kScatterThreads) {
       ranks[row] = -1;
       slots[row] = -1;
     }
   }
-  for (int64_t row = total + static_cast<int64_t>(blockIdx.x) * kFillThreads + threadIdx.x; row < call.capacity_rows; row += threads) {
+  for (int64_t row = used + chunk * kScatterThreads + threadIdx.x; row < call.capacity_rows; row += static_cast<int64_t>(gridDim.x) * kScatterThreads) {
     ranks[row] = -1;
     slots[row] = -1;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<DeviceState*>(call.state)->call += 1;
+  // The call ends when every block has read its number.
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  DeviceState* state = reinterpret_cast<DeviceState*>(call.state);
+  __threadfence();
+  if (atomicAdd(&state->schedule_blocks, 1u) + 1 != gridDim.x) return;
+  state->schedule_blocks = 0;
+  state->call = number;
 }
 
 int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
@@ -233,12 +233,9 @@ int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
   const int64_t routes = call.num_tokens * call.topk;
   const int publish_blocks = static_cast<int>(routes == 0 ? 1 : min_of(ceil_div(routes, kPublishThreads), 512));
   const int chunks = static_cast<int>(params.chunks_per_rank * call.ep_size);
-  const int fill_blocks = static_cast<int>(min_of(ceil_div(call.capacity_rows, kFillThreads), 264));
   publish_kernel<<<publish_blocks, kPublishThreads, 0, stream>>>(params);
   count_kernel<<<chunks, 32, 0, stream>>>(params);
-  scan_kernel<<<1, kScanThreads, 0, stream>>>(params);
-  scatter_kernel<<<chunks, 32, 0, stream>>>(params);
-  fill_kernel<<<fill_blocks, kFillThreads, 0, stream>>>(params);
+  scatter_kernel<<<chunks, kScatterThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
