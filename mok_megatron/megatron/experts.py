@@ -12,6 +12,7 @@ Gate rows come before up rows in all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ def read_weights(experts: nn.Module, num_local_experts: int) -> ExpertWeights:
     return bound
 
 
+@functools.cache
 def _names(pattern: str, count: int) -> list[str]:
     return [pattern.format(i, fc) for fc in (1, 2) for i in range(count)]
 

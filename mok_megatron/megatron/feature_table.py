@@ -215,6 +215,14 @@ FEATURES: tuple[Feature, ...] = (
         "microbatches in flight keep their activations apart, virtual stages included",
         when=lambda v, s: bool(v and v > 1),
     ),
+    *(
+        _supported(flag, "each model chunk has layers of its own, and no call shares what it keeps")
+        for flag in ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+    ),
+    *(
+        _supported(flag, "ranks may bring different numbers of tokens; --mok-max-tokens-per-rank bounds them")
+        for flag in ("--variable-seq-lengths", "--hybrid-context-parallel", "--dynamic-context-parallel")
+    ),
     _supported("--num-experts", "spread evenly over the expert-parallel group", "num_experts", "num_moe_experts"),
     _transparent("--moe-layer-freq", "dense layers stay Megatron's", when=lambda v, s: v not in (None, 1)),
     _refused(
@@ -352,6 +360,7 @@ FEATURES: tuple[Feature, ...] = (
     _refused("--fp8-param-gather", "quantised expert weights are not supported yet", "fp8_param", "fp8_param_gather"),
     _refused("--fp4-format", "NVFP4 is not supported; the experts run in BF16 or FP32", "fp4"),
     _refused("--te-precision-config-file", "precision of single modules cannot be followed inside the fused experts"),
+    _transparent("--first-last-layers-bf16", "all layers run in the model's precision"),
     _supported("--deterministic-mode", "the same inputs give the same bits in every run"),
     _refused("--batch-invariant-mode", "it is a mode of stock kernels, which MoK layers do not call"),
     # Other
@@ -367,6 +376,8 @@ FEATURES: tuple[Feature, ...] = (
     _supported("--mtp-num-layers", "a layer may be entered several times a forward"),
     _supported("--mlp-chunks-for-training", "the number of tokens may differ between calls", when=lambda v, s: (v or 1) > 1),
     _transparent("--hybrid-layer-pattern", "the same MoE layer", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    _transparent("--rerun-mode", "an iteration may be run again and gives the same bits"),
+    _transparent("--optimizer", "parameters, main_grad and hooks are Megatron's"),
     _supported("--inprocess-restart", "workspaces are made anew with the process groups"),
 )
 """Every flag that has to do with the routed experts. What is absent here is outside of them."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mok_megatron import MoKArgumentError, MoKCapacityError, MoKConfig, MoKUnsupportedError
@@ -153,6 +154,18 @@ def test_the_run_log_says_once_which_backend_runs(capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out.splitlines()
     assert "megatron with the allgather dispatcher (as Megatron's flags say)" in said[0]
     assert "megatron with the alltoall dispatcher (set by --moe-backend=alltoall)" in said[1]
+
+
+def test_one_rank_of_a_pipeline_stage_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage without MoE layers says nothing, so the first rank of all cannot speak for the run."""
+    start_megatron(1)
+    ranks = {"data": 0, "tensor": 0}
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda with_context_parallel: ranks["data"])
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: ranks["tensor"])
+    for data, tensor, speaks in ((0, 0, True), (1, 0, False), (0, 1, False)):
+        ranks.update(data=data, tensor=tensor)
+        install.say("hello")
+        assert ("hello" in capsys.readouterr().out) == speaks
 
 
 def test_microbatch_numbers_of_passes_that_run_again() -> None:
