@@ -72,31 +72,41 @@ __device__ __forceinline__ bool wait_entered(const WaitContext& context, uint32_
   return __shfl_sync(0xffffffffu, ready, 0);
 }
 
-// The opening: rows of the first fetch tasks, which all warps of the grid fetch before they take up their roles, one row at a time, so that the first
-// wave of tiles starts early. These tasks wait for nothing but the peers, so no warp can end up waiting for a tile that it should compute itself.
+// The opening: rows of the first fetch tasks, one row a ticket, for all warps. These tasks wait for nothing but the peers, so no warp can end up waiting
+// for a tile that it should compute itself. Every warp fetches rows for the first wave of tiles before it takes up its role; the communication warps,
+// and consumers without a tile, go on with those of the next waves.
+constexpr int64_t kOpeningWaves = 3;
+
+__device__ __forceinline__ int64_t wave_rows(const ForwardParams& params) { return ceil_div(gridDim.x, params.totals->gemm1_tiles) * kBlockRows; }
+
 __device__ __forceinline__ int64_t opening_rows(const ForwardParams& params) {
-  return min_of(params.totals->first_macro_rows, ceil_div(gridDim.x, params.totals->gemm1_tiles) * kBlockRows);
+  return min_of(params.totals->first_macro_rows, kOpeningWaves * wave_rows(params));
 }
 
-__device__ __forceinline__ void fetch_opening_rows(const ForwardParams& params, int64_t rows, uint32_t lane) {
-  while (true) {
-    const int64_t row = take_ticket(&params.state->first_ticket, lane);
-    if (row >= rows) return;
-    const TaskRecord task = params.comm_records[row / kDispatchRows];
-    fetch_rows(params, task, static_cast<int32_t>(row % kDispatchRows), 1, lane);
-  }
+// Fetches a row; false when there was none left below `end`, or it was the last one that this warp must care for.
+__device__ __forceinline__ bool fetch_opening_row(const ForwardParams& params, int64_t end, uint32_t lane) {
+  const int64_t row = take_ticket(&params.state->first_ticket, lane);
+  if (row >= opening_rows(params)) return false;
+  const TaskRecord task = params.comm_records[row / kDispatchRows];
+  fetch_rows(params, task, static_cast<int32_t>(row % kDispatchRows), 1, lane);
+  return row < end;
 }
 
-// For all warps, before the roles: helps where the peers are there at once. A function call here, such as the report of a wait that ran out, would
-// leave the consumers too few registers.
+__device__ __forceinline__ bool peers_entered(const ForwardParams& params, const WaitContext& context, uint32_t lane) {
+  const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
+  const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
+                    ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
+  return __all_sync(0xffffffffu, here);
+}
+
+// For all warps, before the roles: helps where the peers are there soon. A function call here, such as the report of a wait that ran out, would leave
+// the consumers too few registers.
 __device__ __forceinline__ void help_opening(const ForwardParams& params, const WaitContext& context, uint32_t lane) {
   constexpr int kPolls = 10000;
-  const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
   for (int polls = 0; polls < kPolls; ++polls) {
-    const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
-                      ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
-    if (__all_sync(0xffffffffu, here)) {
-      fetch_opening_rows(params, opening_rows(params), lane);
+    if (peers_entered(params, context, lane)) {
+      while (fetch_opening_row(params, wave_rows(params), lane)) {
+      }
       return;
     }
     __nanosleep(64);
@@ -107,7 +117,8 @@ __device__ __forceinline__ void run_communication(const ForwardParams& params, c
   const int64_t tasks = params.totals->comm_tasks, opening = opening_rows(params);
   if (tasks > 1) {
     if (!wait_entered(context, lane)) return;
-    fetch_opening_rows(params, opening, lane);
+    while (fetch_opening_row(params, opening, lane)) {
+    }
   }
   while (true) {
     const int64_t ticket = opening / kFetchRows + take_ticket(&params.state->comm_ticket, lane);

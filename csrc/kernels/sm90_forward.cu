@@ -13,6 +13,7 @@
 #include "../epilogue/sm90_reduce.cuh"
 #include "../epilogue/sm90_swiglu.cuh"
 #include "../mma/sm90_pipeline.cuh"
+#include "sm90_launch.h"
 #include "sm90_params.cuh"
 #include "sm90_tensor_map.h"
 
@@ -202,6 +203,8 @@ struct TileReader {
     return slot;
   }
 
+  __device__ __forceinline__ bool ready() const { return ptx::barrier_test(full + slot * 8, phase); }
+
   __device__ __forceinline__ void advance(bool arrive) {
     if (arrive) ptx::barrier_arrive(through + slot * 8);
     if (++slot == kSlots) {
@@ -319,6 +322,11 @@ __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared
   const uint32_t warpgroup = warp / 4;
   TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_stored)};
   PipelineState at;
+  // Nothing to multiply yet: fetch.
+  if (peers_entered(params, shared.context, lane)) {
+    while (!reader.ready() && fetch_opening_row(params, opening_rows(params), lane)) {
+    }
+  }
   while (true) {
     const Tile& tile = shared.tiles[reader.next()];
     if (tile.kind == TileKind::kExit) return;
@@ -395,6 +403,9 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
     }
     ptx::fence_barrier_init();
+  }
+  ptx::wait_previous_kernel();
+  if (threadIdx.x == 0) {
     shared.context = {params.state,          params.fault,          &params.peers, params.shape.rank, params.shape.ep_size,
                       params.state->call + 1, params.timeout_nanoseconds};
   }
@@ -445,6 +456,8 @@ struct EnterParams {
 constexpr int kEnterThreads = 512;
 
 __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_constant__ EnterParams params) {
+  ptx::allow_next_kernel();
+  ptx::wait_previous_kernel();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
   uint4* x = reinterpret_cast<uint4*>(params.peers.x[params.rank]);
   constexpr int kUnroll = 4;
@@ -555,7 +568,8 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   enter.totals = reinterpret_cast<PassTotals*>(call.records);
   enter.comm_records = reinterpret_cast<TaskRecord*>(call.records + sizeof(TaskRecord));
   enter.compute_records = enter.comm_records + max_comm_tasks(call.capacity_blocks);
-  enter_kernel<<<sms, kEnterThreads, 0, stream>>>(enter);
+  code = launch_chained(enter_kernel, sms, kEnterThreads, 0, stream, enter);
+  if (code != cudaSuccess) return code;
 
   params.peers = call.peers;
   params.shape = shape;
@@ -579,8 +593,7 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   params.comm_clusters = static_cast<int32_t>(call.num_comm_sms / kClusterSize);
   const int grid = (sms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
   if (grid <= 0) return cudaErrorInvalidConfiguration;
-  forward_kernel<<<grid, kThreads, kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_chained(forward_kernel, grid, kThreads, kSharedBytes, stream, params);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "../comm/sm90_wait.cuh"
 #include "../task/tiles.h"
 #include "launch.h"
+#include "sm90_launch.h"
 
 namespace mok {
 namespace {
@@ -46,6 +47,7 @@ __device__ void report_route(const ScheduleCall& call, int64_t kind, int64_t tok
 }
 
 __global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_constant__ ScheduleParams params) {
+  ptx::allow_next_kernel();
   const ScheduleCall& call = params.call;
   const int64_t number = current_call(call), parity = number % 2;
   const int64_t routes = call.num_tokens * call.topk, experts = call.num_local_experts * call.ep_size;
@@ -114,6 +116,8 @@ __device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t
 }
 
 __global__ void __launch_bounds__(32) count_kernel(const __grid_constant__ ScheduleParams params) {
+  ptx::allow_next_kernel();
+  ptx::wait_previous_kernel();
   __shared__ int32_t counts[kMaxLocalExperts];
   const uint32_t lane = threadIdx.x;
   const WaitContext context = wait_context(params.call);
@@ -135,6 +139,8 @@ __global__ void __launch_bounds__(32) count_kernel(const __grid_constant__ Sched
 // Every block adds up all chunks' counts for itself: positions of its own chunk's routes, rows and padded offsets of the experts. Then the first warp
 // scatters the chunk, and all threads fill a share of the padding, and of the rows behind the last expert, with -1.
 __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ ScheduleParams params) {
+  ptx::allow_next_kernel();
+  ptx::wait_previous_kernel();
   __shared__ int32_t cursor[kMaxLocalExperts];
   __shared__ int32_t expert_rows[kMaxLocalExperts];
   __shared__ int64_t offsets[kMaxLocalExperts + 1];
@@ -234,9 +240,10 @@ int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
   const int publish_blocks = static_cast<int>(routes == 0 ? 1 : min_of(ceil_div(routes, kPublishThreads), 512));
   const int chunks = static_cast<int>(params.chunks_per_rank * call.ep_size);
   publish_kernel<<<publish_blocks, kPublishThreads, 0, stream>>>(params);
-  count_kernel<<<chunks, 32, 0, stream>>>(params);
-  scatter_kernel<<<chunks, kScatterThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  int code = cudaGetLastError();
+  if (code == cudaSuccess) code = launch_chained(count_kernel, chunks, 32, 0, stream, params);
+  if (code == cudaSuccess) code = launch_chained(scatter_kernel, chunks, kScatterThreads, 0, stream, params);
+  return code;
 }
 
 }  // namespace

@@ -112,6 +112,14 @@ __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// ---- dependent launches ------------------------------------------------------------------------------------------------------------------
+
+// Until the kernel before this one in the stream is through, and its writes are visible.
+__device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next kernel may come up to its own wait.
+__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- bulk tensor copies ------------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_tile(uint32_t target, const CUtensorMap* map, uint32_t barrier, int32_t column, int32_t row) {
