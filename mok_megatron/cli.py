@@ -1,4 +1,4 @@
-"""The ``mok-megatron`` command. Exit codes: 0 good, 1 the answer is no, 2 wrong argument, 3 a demo's training failed."""
+"""The ``mok-megatron`` command. Exit codes: 0 good, 1 the answer is no, 2 wrong argument, 3 a demo's training failed, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ EXIT_USAGE = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (default: the process's own) and returns its exit code."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:  # a parser of its own, which knows shapes and baselines
+        from mok_megatron.bench.command import main as bench
+
+        return bench(argv[1:])
+    arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except MoKError as error:
@@ -32,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mok-megatron", description="Mixture-of-Kittens backend for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"mok_megatron {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{doctor,demo}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{doctor,demo,bench}")
     _add_doctor(commands)
     _add_demo(commands)
+    commands.add_parser("bench", help="measure MoK beside its competitors", add_help=False)
     return parser
 
 

@@ -55,7 +55,8 @@ make_venv() { # make_venv EXTRA: sets VENV to an environment that has the reposi
         export MOK_CUDA=0
     fi
     echo "installing torch $torch and megatron-core $megatron" >&2
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$torch" "megatron-core==$megatron" numpy
+    # Megatron's checkpoint writer imports psutil, which its package does not ask for.
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$torch" "megatron-core==$megatron" numpy psutil
     echo "building and installing mok_megatron" >&2
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extra]"
 }

@@ -48,6 +48,13 @@ def test_unknown_command(mok: Callable[..., Result]) -> None:
     assert result.code == 2 and "invalid choice: 'train'" in result.err
 
 
+def test_bench_is_one_of_the_commands(mok: Callable[..., Result]) -> None:
+    assert "bench" in mok("--help").out
+    result = mok("bench", "layer", "--help")
+    assert result.code == 0 and "usage: mok-megatron bench layer" in result.out
+    assert mok("bench").code == 2
+
+
 def script(name: str, path: Path, **environment: str) -> Result:
     """Runs a script with nothing on the path but the shell's own tools and ``path``."""
     done = subprocess.run(
