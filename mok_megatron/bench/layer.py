@@ -11,10 +11,11 @@ from mok_megatron import functional
 from mok_megatron.bench import oracle
 from mok_megatron.bench.problem import LayerProblem
 from mok_megatron.bench.rows import MoKAloneRow, MoKRow, MoKScheduleRow, Row
-from mok_megatron.bench.timing import Clock, Reading, interleaved, slowest_rank
+from mok_megatron.bench.timing import Clock, Reading, host_times, interleaved, slowest_rank
 
 # The phase that is measured. A row with a backward gets a second call, under a second phase, beside its first.
 PHASE = "forward"
+_HOST_READINGS = 5
 
 
 @dataclasses.dataclass
@@ -22,7 +23,8 @@ class RowResult:
     """What came out for one row, the same on every rank.
 
     status: "ok"; "wrong" or "failed" (it raised), with the reason, before or after the timing; "skipped", with the reason. verdict: the
-    worst of the ranks. readings: one a round, the slowest rank's; empty unless ok.
+    worst of the ranks. readings: one a round, the slowest rank's; empty unless ok. host_us: a call's, of calls in a row, where it does not
+    wait for the GPU.
     """
 
     row: type[Row]
@@ -31,6 +33,7 @@ class RowResult:
     verdict: oracle.Verdict | None = None
     waits_for_gpu: bool = False
     readings: list[Reading] = dataclasses.field(default_factory=list)
+    host_us: list[float] = dataclasses.field(default_factory=list)
 
 
 def measure(problem: LayerProblem, rows: Sequence[type[Row]], clock: Clock, *, iterations: int, warmup: int) -> dict[str, RowResult]:
@@ -49,7 +52,11 @@ def measure(problem: LayerProblem, rows: Sequence[type[Row]], clock: Clock, *, i
             session.prepare(row)
         calls = {name: row.forward for name, row in session.live.items()}
         readings = slowest_rank(problem.ranks, interleaved(clock, calls, iterations=iterations, warmup=warmup))
+        alone = {name: call for name, call in calls.items() if not session.live[name].waits_for_gpu}
+        host = problem.ranks.gather(host_times(clock, alone, iterations=_HOST_READINGS))
         for name in calls:
+            if name in alone:
+                session.results[name].host_us = [max(same) for same in zip(*(rank[name] for rank in host), strict=True)]
             # Once more: a row that spoils its own state over many calls was right only at first.
             if session.check(name, " after the timing"):
                 session.results[name].readings = readings[name]

@@ -12,7 +12,8 @@ A record is one (shape, workload, tokens) on all ranks, as it stands in the JSON
                            ratio_to_bare             the same of the quotients round by round; ratio_is_tie: 1 lies between p10 and p90
                            tflops                    6 H I a route, padding not counted, the mean rank's routes over the median
                            remote_bytes              received from other ranks by the busiest one, there and back
-                           host_us                   median, p10, p90 that a call keeps the host; null where it waits for the GPU
+                           host_us                   median, p10, p90 that one of several calls in a row keeps the host; null where it waits
+                           host_us_first_call        the same of a call after a wait, as the timed ones are
                            launches_hidden           the host was faster than the filler that hides it; null where it waits
                            samples_ms                every round
     schedule_share         median of the schedule over that of MoK's forward
@@ -86,6 +87,7 @@ def _row(problem: LayerProblem, result: RowResult, traffic: Traffic, bare: list[
         "tflops": None,
         "remote_bytes": wire[row.wire] if row.is_layer else None,
         "host_us": None,
+        "host_us_first_call": None,
         "launches_hidden": None,
         "samples_ms": [reading.milliseconds for reading in result.readings],
     }
@@ -94,9 +96,10 @@ def _row(problem: LayerProblem, result: RowResult, traffic: Traffic, bare: list[
     spread = Spread.of(entry["samples_ms"])
     entry["milliseconds"] = spread.to_dict()
     if not result.waits_for_gpu:
-        host = Spread.of([reading.host_us for reading in result.readings])
-        entry["host_us"] = host.to_dict()
-        entry["launches_hidden"] = host.p90 < hides_us
+        entry["host_us"] = Spread.of(result.host_us).to_dict()
+        first = Spread.of([reading.host_us for reading in result.readings])
+        entry["host_us_first_call"] = first.to_dict()
+        entry["launches_hidden"] = first.p90 < hides_us
     if row.is_layer:
         entry["tflops"] = problem.shape.forward_flops(traffic.routes / problem.ranks.ep_size) / (spread.median * 1e-3) * 1e-12
         if bare is not None:
@@ -106,7 +109,7 @@ def _row(problem: LayerProblem, result: RowResult, traffic: Traffic, bare: list[
     return entry
 
 
-_COLUMNS = ("row", "ms (p10 to p90)", "over bare (p10 to p90)", "TFLOP/s", "remote MB", "host us", "error / tolerance")
+_COLUMNS = ("row", "ms (p10 to p90)", "over bare (p10 to p90)", "TFLOP/s", "remote MB", "host us (first call)", "error / tolerance")
 
 
 def table(record: dict[str, Any]) -> str:
@@ -137,8 +140,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     time, ratio, host = row["milliseconds"], row["ratio_to_bare"], row["host_us"]
     over_bare = "" if ratio is None else "{median:.3f} ({p10:.3f} to {p90:.3f})".format(**ratio) + (" tie" if row["ratio_is_tie"] else "")
     remote = row["remote_bytes"]
-    hidden = "" if row["launches_hidden"] else " not hidden"
-    host_text = "waits for GPU" if host is None else f"{host['median']:.0f}{hidden}"
+    hidden = "" if row["launches_hidden"] else ", not hidden"
+    host_text = "waits for GPU" if host is None else f"{host['median']:.0f} ({row['host_us_first_call']['median']:.0f}{hidden})"
     return (
         row["label"],
         "{median:.3f} ({p10:.3f} to {p90:.3f})".format(**time),

@@ -15,6 +15,7 @@ from mok_megatron.bench.problem import Ranks
 
 _FILLER_SIZE = 8192
 _FILLERS = 3
+_CALLS_IN_A_ROW = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,14 @@ class Reading:
 
     milliseconds: float
     host_us: float
+
+
+def _host_us_in_a_row(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    results = [call() for _ in range(_CALLS_IN_A_ROW)]
+    host_us = (time.perf_counter() - started) * 1e6 / len(results)
+    del results
+    return host_us
 
 
 class CpuClock:
@@ -39,6 +48,11 @@ class CpuClock:
         call()
         seconds = time.perf_counter() - started
         return Reading(seconds * 1e3, seconds * 1e6)
+
+    def time_host(self, call: Callable[[], Any]) -> float:
+        """Host microseconds a call, of several in a row."""
+        self._ranks.barrier()
+        return _host_us_in_a_row(call)
 
 
 class CudaClock:
@@ -84,6 +98,20 @@ class CudaClock:
         return Reading(self._start.elapsed_time(self._end), host_us)
 
 
+    def time_host(self, call: Callable[[], Any]) -> float:
+        """Host microseconds a call, of several in a row behind a busy device: what a training step pays, whose host runs ahead.
+
+        The first call after a wait, which `time` reads, costs more: the host's caches and clock are cold.
+        """
+        torch.cuda.synchronize(self._ranks.device)
+        self._ranks.barrier()
+        for _ in range(_CALLS_IN_A_ROW):
+            self._fill()
+        host_us = _host_us_in_a_row(call)
+        torch.cuda.synchronize(self._ranks.device)
+        return host_us
+
+
 Clock = CpuClock | CudaClock
 
 
@@ -122,6 +150,11 @@ def interleaved(clock: Clock, calls: dict[str, Callable[[], Any]], *, iterations
             if iteration >= 0:
                 readings[name].append(reading)
     return readings
+
+
+def host_times(clock: Clock, calls: dict[str, Callable[[], Any]], *, iterations: int) -> dict[str, list[float]]:
+    """Host microseconds a call, of calls in a row, ``iterations`` readings each."""
+    return {name: [clock.time_host(call) for _ in range(iterations)] for name, call in calls.items()}
 
 
 def slowest_rank(ranks: Ranks, readings: dict[str, list[Reading]]) -> dict[str, list[Reading]]:

@@ -21,7 +21,8 @@ from tests.cpu.bench_helpers import CPU, CountingClock, small_problem
 
 
 def _result(row: type[Row], milliseconds: list[float], host_us: float = 50.0, waits: bool = False) -> RowResult:
-    return RowResult(row, verdict=Verdict(1e-3, 1e-2), waits_for_gpu=waits, readings=[Reading(ms, host_us) for ms in milliseconds])
+    readings = [Reading(ms, host_us) for ms in milliseconds]
+    return RowResult(row, verdict=Verdict(1e-3, 1e-2), waits_for_gpu=waits, readings=readings, host_us=[] if waits else [host_us / 10])
 
 
 def _problem_of(routes: list[list[list[int]]]) -> LayerProblem:
@@ -88,7 +89,8 @@ def test_numbers_of_a_record(record: dict[str, Any]) -> None:
     assert rows["mok"]["ratio_is_tie"] is False
     assert rows["mok"]["tflops"] == pytest.approx(6 * 40 * 3 * 128 * 192 / 1.1e-3 * 1e-12)
     assert rows["mok_ep1"]["ratio_is_tie"] is True
-    assert rows["mok"]["host_us"]["median"] == 50.0 and rows["mok"]["launches_hidden"] is True
+    assert rows["mok"]["host_us"]["median"] == 5.0 and rows["mok"]["host_us_first_call"]["median"] == 50.0
+    assert rows["mok"]["launches_hidden"] is True
     assert rows["bare"]["launches_hidden"] is False
     assert rows["nccl"]["host_us"] is None and rows["nccl"]["launches_hidden"] is None
     assert rows["sonicmoe"]["milliseconds"] is None and rows["sonicmoe"]["reason"] == "not installed (sonicmoe)"
@@ -106,7 +108,7 @@ def test_table_says_everything_once(record: dict[str, Any]) -> None:
     assert by_label["MoK at EP 1, same rows"].count("tie") == 1
     assert "skipped: not installed (sonicmoe)" in by_label["SonicMoE"]
     assert "waits for GPU" in by_label["NCCL all-to-all + grouped_mm"]
-    assert "2000 not hidden" in by_label["bare grouped GEMMs"]
+    assert "200 (2000, not hidden)" in by_label["bare grouped GEMMs"]
     assert "schedule 1.0% of MoK's forward; exposed communication 100 us (28 to 100)" in lines
 
 

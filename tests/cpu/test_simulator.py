@@ -351,5 +351,5 @@ def test_ranks_that_run_different_passes_are_told(seed):
     for protocol, state in zip(protocols, states, strict=True):
         protocol.signal_entered(1, state.kind, state.tag)
     for state in states:
-        with pytest.raises(MoKError, match="forward of layer 3.*forward of layer 4|forward of layer 4.*forward of layer 3"):
+        with pytest.raises(MoKError, match=r"forward of layer 3.*forward of layer 4|forward of layer 4.*forward of layer 3"):
             FlagWait(state, Flag.ENTERED, [0, 1]).ready()
