@@ -32,6 +32,7 @@ struct DeviceState {
   uint32_t comm_ticket;
   uint32_t first_ticket;
   uint32_t exited;
+  uint32_t arrived;
   uint32_t aborted;
   uint32_t entered_blocks;
   uint32_t schedule_blocks;

@@ -13,185 +13,16 @@
 #include "../epilogue/sm90_reduce.cuh"
 #include "../epilogue/sm90_swiglu.cuh"
 #include "../mma/sm90_pipeline.cuh"
+#include "sm90_enter.cuh"
 #include "sm90_launch.h"
 #include "sm90_params.cuh"
+#include "sm90_scheduler.cuh"
 #include "sm90_tensor_map.h"
 
 namespace mok {
 namespace {
 
 static_assert(kBlockRows == 128 && kGateUpCols == 128 && kHiddenCols == 256, "the tile of the kernel");
-
-constexpr int kThreads = 384;
-constexpr uint32_t kProducerRegisters = 72, kConsumerRegisters = 216;
-constexpr int kSlots = 2;  // one tile in execution, one whose loads are under way
-
-enum class TileKind : int32_t { kExit, kGemm1, kGemm2, kReduce, kSkip };
-enum class Share : int32_t { kNone, kWeights, kRows };
-
-// What the scheduler hands to the other warps.
-struct Tile {
-  TileKind kind;
-  Share share;
-  int32_t iterations;  // stages to walk; both CTAs of a cluster walk as many
-  int32_t expert;
-  int32_t tile_n;
-  int32_t valid_rows;
-  int32_t keep;        // gate and up go to the context
-  int32_t store;       // 0 when the pass was aborted
-  int32_t ring_block;
-  int32_t num_tokens;  // reduce
-  int64_t first_row;   // GEMM: row in the schedule; reduce: token
-  int32_t bumps[2];
-};
-
-struct Shared {
-  uint8_t stages[kStages][kStageBytes];
-  uint8_t staging[kConsumerWarps][4096];
-  PipelineBarriers pipeline;
-  uint64_t tile_full[kSlots], tile_loaded[kSlots], tile_stored[kSlots];
-  uint64_t ticket_full[kSlots], ticket_empty[kSlots];
-  int64_t tickets[kSlots];
-  Tile tiles[kSlots];
-  WaitContext context;
-  uint32_t last;
-};
-constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
-static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
-
-// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored: the fence before an announcement waits
-// for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
-struct Scheduler {
-  const ForwardParams& params;
-  Shared& shared;
-  uint32_t rank;  // in the cluster
-  uint32_t published = 0, announced = 0;
-
-  __device__ void announce_stored() {
-    if (announced == published) return;
-    const uint32_t slot = announced % kSlots;
-    if (!ptx::barrier_test(ptx::smem_address(&shared.tile_stored[slot]), announced / kSlots & 1)) return;
-    const Tile& tile = shared.tiles[slot];
-    // The second counter stands for rows pushed to peers.
-    if (tile.bumps[1] >= 0 && params.shape.ep_size > 1) __threadfence_system();
-    if (tile.bumps[0] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[0], kTaskUnits);
-    if (tile.bumps[1] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[1], kTaskUnits);
-    ++announced;
-  }
-
-  // Until the slot of the next tile is free.
-  __device__ void wait_slot() {
-    while (published - announced == kSlots) {
-      announce_stored();
-      __nanosleep(32);
-    }
-    const uint32_t slot = published % kSlots;
-    ptx::barrier_wait(ptx::smem_address(&shared.tile_loaded[slot]), (published / kSlots & 1) ^ 1);
-  }
-
-  __device__ int32_t iterations_of(const TaskRecord& task) const {
-    if (task.kind == TaskKind::kGemm1) return static_cast<int32_t>(params.shape.hidden / kStageK);
-    if (task.kind == TaskKind::kGemm2) return static_cast<int32_t>(params.shape.intermediate / kStageK);
-    return 0;
-  }
-
-  __device__ void publish(const Tile& tile) {
-    wait_slot();
-    const uint32_t slot = published % kSlots;
-    shared.tiles[slot] = tile;
-    ptx::barrier_arrive(ptx::smem_address(&shared.tile_full[slot]));
-    ++published;
-  }
-
-  __device__ void publish_skip(int32_t iterations) {
-    if (iterations == 0) return;
-    Tile tile = {};
-    tile.kind = TileKind::kSkip;
-    tile.bumps[0] = tile.bumps[1] = -1;
-    tile.iterations = iterations;
-    publish(tile);
-  }
-
-  __device__ void publish_task(const TaskRecord& task, Share share) {
-    const WaitContext& context = shared.context;
-    const auto meanwhile = [this] { announce_stored(); };
-    bool ready = !pass_aborted(context);
-    if (ready && task.kind == TaskKind::kReduce) ready = wait_peers(context, kFlagDone, kPhaseDone, meanwhile);
-    for (int i = 0; ready && i < 2; ++i) {
-      if (task.targets[i] != 0) ready = wait_counter(context, params.counters + task.waits[i], task.targets[i], meanwhile);
-    }
-    // Rows that other SMs stored are read by bulk copies.
-    ptx::fence_async_global();
-    Tile tile;
-    tile.kind = task.kind == TaskKind::kGemm1 ? TileKind::kGemm1 : task.kind == TaskKind::kGemm2 ? TileKind::kGemm2 : TileKind::kReduce;
-    tile.share = share;
-    tile.iterations = iterations_of(task);
-    tile.expert = task.expert;
-    tile.tile_n = task.tile_n;
-    tile.valid_rows = task.valid_rows;
-    // The first macrobatch is walked last: what it leaves is what the backward needs.
-    tile.keep = params.gate_up != nullptr && task.macrobatch == 0;
-    tile.store = ready;
-    tile.ring_block = task.ring_block;
-    tile.num_tokens = task.num_rows;
-    tile.first_row = task.first_row;
-    tile.bumps[0] = task.bumps[0];
-    tile.bumps[1] = task.bumps[1];
-    publish(tile);
-  }
-
-  // The pair of tickets (first, first + 1) of the cluster, or a number beyond the last.
-  __device__ int64_t take_tickets(uint32_t turn) {
-    const uint32_t at = turn % kSlots, turn_phase = turn / kSlots & 1;
-    if (rank == 0) {
-      // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
-      wait_slot();
-      const int64_t ticket =
-          pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
-      while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
-      ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
-      ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);
-      return ticket;
-    }
-    while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_full[at]), turn_phase)) announce_stored();
-    const int64_t ticket = *reinterpret_cast<volatile int64_t*>(&shared.tickets[at]);
-    ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_empty[at]), 0);
-    return ticket;
-  }
-
-  __device__ void run() {
-    const int64_t total = params.totals->compute_tasks;
-    for (uint32_t turn = 0;; ++turn) {
-      const int64_t first = take_tickets(turn);
-      if (first >= total) break;
-      const int count = first + 1 < total ? 2 : 1;
-      const TaskRecord tasks[2] = {params.compute_records[first], params.compute_records[first + count - 1]};
-      if (count == 2 && tasks[0].kind == tasks[1].kind) {
-        Share share = Share::kNone;
-        if (tasks[0].kind != TaskKind::kReduce && tasks[0].expert == tasks[1].expert) {
-          share = tasks[0].tile_n == tasks[1].tile_n ? Share::kWeights : tasks[0].block == tasks[1].block ? Share::kRows : Share::kNone;
-        }
-        publish_task(rank == 0 ? tasks[0] : tasks[1], share);
-        continue;
-      }
-      // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == count) break;
-        if (i == static_cast<int>(rank)) {
-          publish_task(tasks[i], Share::kNone);
-        } else {
-          publish_skip(iterations_of(tasks[i]));
-        }
-      }
-    }
-    const uint32_t tiles = published;
-    Tile tile = {};
-    tile.kind = TileKind::kExit;
-    publish(tile);
-    while (announced != tiles) announce_stored();
-  }
-};
 
 // Next tile of a role, and the barriers by which the role says that it is through with a slot.
 struct TileReader {
@@ -380,6 +211,7 @@ __device__ __forceinline__ void leave_pass(const ForwardParams& params, Shared& 
     params.state->compute_ticket = 0;
     params.state->comm_ticket = 0;
     params.state->first_ticket = 0;
+    params.state->arrived = 0;
     params.state->exited = 0;
     params.state->call += 1;
   }
@@ -411,97 +243,35 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   }
   __syncthreads();
   ptx::cluster_sync();
+  if (params.comm_clusters > 0) {
+    // The clusters that come first only move rows: by order of arrival, so that one that is not resident holds up nobody.
+    if (threadIdx.x == 0 && cluster_rank == 0) {
+      const bool first = atomicAdd(&params.state->arrived, 1u) < static_cast<uint32_t>(params.comm_clusters);
+      for (uint32_t cta = 0; cta < kClusterSize; ++cta) ptx::store_cluster(ptx::smem_address(&shared.only_moves_rows), cta, first);
+    }
+    ptx::cluster_sync();
+  }
+  const bool only_moves_rows = params.comm_clusters > 0 && shared.only_moves_rows != 0;
   help_opening(params, shared.context, lane);
 
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
-    if (warp == 0) {
+    if (only_moves_rows || (warp >= 2 && params.comm_clusters == 0)) {
+      run_communication(params, shared.context, lane);
+    } else if (warp == 0) {
       if (lane == 0) run_producer(params, shared, cluster_rank);
     } else if (warp == 1) {
       if (lane == 0) Scheduler{params, shared, cluster_rank}.run();
-    } else {
-      run_communication(params, shared.context, lane);
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();
-    run_consumer(params, shared, warp - 4, lane);
+    if (!only_moves_rows) run_consumer(params, shared, warp - 4, lane);
   }
   __syncwarp();
   __syncthreads();
   // A CTA must not leave while its partner may still arrive at its barriers.
   ptx::cluster_sync();
   leave_pass(params, shared);
-}
-
-// Copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, writes the table of tasks, and tells the peers.
-struct EnterParams {
-  CUtensorMap map_w13, map_w2;
-  PeerMemory peers;
-  int64_t rank, ep_size, num_local_experts;
-  const uint4* x;
-  int64_t x_chunks;
-  const float* router_weights;
-  int64_t num_weights;
-  CUtensorMap* weight_maps;
-  PassShape shape;
-  const int32_t* expert_rows;
-  const int64_t* expert_row_offsets;
-  TaskRecord* compute_records;
-  TaskRecord* comm_records;
-  PassTotals* totals;
-  DeviceState* state;
-  int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
-};
-
-constexpr int kEnterThreads = 512;
-
-__global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_constant__ EnterParams params) {
-  ptx::allow_next_kernel();
-  ptx::wait_previous_kernel();
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
-  uint4* x = reinterpret_cast<uint4*>(params.peers.x[params.rank]);
-  constexpr int kUnroll = 4;
-  int64_t at = thread;
-  for (; at + (kUnroll - 1) * threads < params.x_chunks; at += kUnroll * threads) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) values[i] = ptx::load_stream_16(params.x + at + i * threads);
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) x[at + i * threads] = values[i];
-  }
-  for (; at < params.x_chunks; at += threads) x[at] = params.x[at];
-  float* weights = reinterpret_cast<float*>(params.peers.router_weights[params.rank]);
-  for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
-  if (thread < 2 * params.num_local_experts) {
-    const bool first = thread < params.num_local_experts;
-    CUtensorMap* map = params.weight_maps + thread;
-    *map = first ? params.map_w13 : params.map_w2;
-    ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[thread] : params.w2[thread - params.num_local_experts]));
-    ptx::tensor_map_release();
-  }
-  const Plan plan = make_plan(params.shape, params.expert_row_offsets, nullptr);
-  for (int64_t ticket = thread; ticket < plan.compute_tasks; ticket += threads) {
-    params.compute_records[ticket] = make_record(plan, params.expert_rows, detail::forward_compute_task(plan, ticket));
-  }
-  for (int64_t ticket = thread; ticket < plan.comm_tasks; ticket += threads) {
-    params.comm_records[ticket] = make_record(plan, params.expert_rows, comm_task(plan, ticket));
-  }
-  if (thread == 0) {
-    *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(plan.num_macrobatches - 1) * kBlockRows,
-                      plan.gemm1_tiles};
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence_system();
-  if (atomicAdd(&params.state->entered_blocks, 1u) + 1 != gridDim.x) return;
-  __threadfence_system();
-  params.state->entered_blocks = 0;
-  // After a fault this rank does not enter: its peers must not wait for rows that will not come.
-  if (ptx::load_acquire_gpu(&params.state->aborted) != 0) return;
-  const int64_t call = params.state->call + 1;
-  for (int64_t peer = 0; peer < params.ep_size; ++peer) {
-    ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[peer]) + params.rank * kFlagWords + kFlagEntered, call);
-  }
 }
 
 // The table holds the totals in one record's place, then the communication tasks, then the compute tasks.
@@ -590,9 +360,9 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   params.state = enter.state;
   params.fault = reinterpret_cast<FaultRecord*>(call.fault);
   params.topk = static_cast<int32_t>(call.topk);
-  params.comm_clusters = static_cast<int32_t>(call.num_comm_sms / kClusterSize);
   const int grid = (sms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
-  if (grid <= 0) return cudaErrorInvalidConfiguration;
+  params.comm_clusters = static_cast<int32_t>(ceil_div(call.num_comm_sms, kClusterSize));
+  if (params.comm_clusters * kClusterSize >= grid) return cudaErrorInvalidConfiguration;
   return launch_chained(forward_kernel, grid, kThreads, kSharedBytes, stream, params);
 }
 

@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_c
   __threadfence_system();
   if (atomicAdd(&state->schedule_blocks, 1u) + 1 != gridDim.x) return;
   state->schedule_blocks = 0;
+  if (state->aborted != 0) return;
   reinterpret_cast<int64_t*>(call.peers.num_tokens[call.rank])[parity] = call.num_tokens;
   __threadfence_system();
   for (int64_t peer = 0; peer < call.ep_size; ++peer) {
@@ -191,6 +192,16 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
         record->detail[0] = offsets[experts];
         record->detail[1] = call.capacity_rows;
         ptx::store_release_system(&record->code, 4);
+        // No later pass of this rank enters; its peers find the reason where they look for a fault.
+        reinterpret_cast<DeviceState*>(call.state)->aborted = 1;
+        for (int64_t peer = 0; peer < call.ep_size; ++peer) {
+          if (peer == call.rank) continue;
+          int64_t* row = reinterpret_cast<int64_t*>(call.peers.flags[peer]) + call.rank * kFlagWords;
+          row[kFlagStatusMissing] = offsets[experts];
+          row[kFlagStatusLength] = call.capacity_rows;
+          row[kFlagStatusCall] = number;
+          ptx::store_release_system(row + kFlagStatusCode, kStatusOverflow);
+        }
       }
     }
   }

@@ -1,7 +1,7 @@
 """Expert-parallel groups in one process: ranks on one GPU (each on a stream and a share of the SMs) or one rank a GPU.
 
-Kernels of all ranks run at the same time and see each other's memory by plain addresses, as over symmetric memory, so the protocol between ranks
-is tested without a launcher.
+Kernels of all ranks run at the same time and see each other's memory by plain addresses, as over symmetric memory, so the
+protocol between ranks is tested without a launcher.
 """
 
 import ctypes
@@ -35,9 +35,7 @@ class Problem:
     w2: torch.Tensor
 
 
-def random_problem(
-    tokens: list[int], hidden: int, inner: int, experts: int, topk: int, *, seed: int, missing: float = 0.0
-) -> Problem:
+def random_problem(tokens: list[int], hidden: int, inner: int, experts: int, topk: int, *, seed: int, missing: float = 0.0) -> Problem:
     """Normal inputs, weights scaled by fan-in, softmax router weights, distinct experts in ascending order; some routes missing."""
     g = torch.Generator().manual_seed(seed)
     xs, ps, routes = [], [], []
@@ -81,9 +79,7 @@ class Group:
         # Ranks that share a GPU must all be resident at once.
         self.sm_reserve = 0 if ranks_a_device == 1 else sms - sms // ranks_a_device // 2 * 2
         local = experts // ep_size
-        shape = WorkspaceShape(
-            ep_size, num_local_tokens, hidden, topk, local, inner, torch.bfloat16, minibatch, macrobatch, capacity
-        )
+        shape = WorkspaceShape(ep_size, num_local_tokens, hidden, topk, local, inner, torch.bfloat16, minibatch, macrobatch, capacity)
         self.minibatch, self.macrobatch = shape.ring(sms)
         self.capacity = shape.capacity_rows
         self.shape, self.local = shape, local

@@ -96,6 +96,8 @@ def test_same_bits_for_every_knob_and_ep_size() -> None:
         {"minibatch": 128, "macrobatch": 128},
         {"minibatch": 256, "macrobatch": 1024, "save": True},
         {"minibatch": 128, "macrobatch": 512},
+        {"num_comm_sms": 2},
+        {"num_comm_sms": 9, "minibatch": 256, "macrobatch": 512},
     ):
         assert torch.equal(_outputs(one, 1, tokens, **options).view(torch.int16), want.view(torch.int16)), options
     for ep_size in (2, 4):

@@ -15,9 +15,7 @@ def _assert_equal_to_host(group: Group, routes: list[torch.Tensor], num_local_to
     tokens = torch.tensor([len(ids) for ids in routes])
     for rank, made in enumerate(group.schedules(routes)):
         host = ops.route_schedule(gathered, tokens, rank, group.local, group.capacity)
-        for name, expected in zip(
-            ("row_source_rank", "row_source_slot", "expert_rows", "expert_row_offsets", "num_rows"), host, strict=True
-        ):
+        for name, expected in zip(("row_source_rank", "row_source_slot", "expert_rows", "expert_row_offsets", "num_rows"), host, strict=True):
             assert torch.equal(getattr(made, name).cpu(), expected), (rank, name)
         assert torch.equal(made.topk_experts.cpu(), routes[rank].int())
     assert not any(fault[0] for fault in group.faults())
