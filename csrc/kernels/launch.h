@@ -76,9 +76,16 @@ struct ScheduleCall {
 
 }  // namespace mok
 
+namespace mok {
+int load_schedule_kernels();
+}
+
 extern "C" {
 #define MOK_EXPORT __attribute__((visibility("default")))
 // Each returns a cudaError_t; `stream` is a cudaStream_t.
+// Loads all kernels on the current device. Without it the first launch of each would, and a load waits for kernels that run: with one of a peer's or
+// of a collective among them, that is a deadlock between ranks.
+MOK_EXPORT int mok_sm90_load();
 MOK_EXPORT int mok_sm90_forward(const mok::ForwardCall* call, void* stream);
 MOK_EXPORT int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream);
 MOK_EXPORT int64_t mok_sm90_schedule_scratch_words(int64_t ep_size, int64_t max_tokens, int64_t topk, int64_t num_local_experts);

@@ -369,6 +369,15 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
 }  // namespace
 }  // namespace mok
 
+extern "C" int mok_sm90_load() {
+  int sms = 0;
+  cudaFuncAttributes attributes;
+  int code = mok::prepare_device(&sms);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::forward_kernel);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::enter_kernel);
+  return code == cudaSuccess ? mok::load_schedule_kernels() : code;
+}
+
 extern "C" int mok_sm90_forward(const mok::ForwardCall* call, void* stream) {
   return mok::launch_forward(*call, static_cast<cudaStream_t>(stream));
 }

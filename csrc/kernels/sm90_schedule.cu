@@ -258,6 +258,15 @@ int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int load_schedule_kernels() {
+  cudaFuncAttributes attributes;
+  int code = cudaFuncGetAttributes(&attributes, publish_kernel);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, count_kernel);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, scatter_kernel);
+  return code;
+}
+
 }  // namespace mok
 
 extern "C" int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream) {

@@ -97,6 +97,7 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("mok_sm90_forward", "mok_sm90_schedule"):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
+    library.mok_sm90_load.argtypes, library.mok_sm90_load.restype = [], ctypes.c_int
     for name, count in (
         ("mok_sm90_schedule_scratch_words", 4),
         ("mok_num_counters", 2),
@@ -210,6 +211,10 @@ class CudaExecutor:
         if library is None:
             check_device_architecture(build_info(), torch.cuda.get_device_capability(self.device))
         self._library = library or kernel_library()
+        with torch.cuda.device(self.device):
+            code = self._library.mok_sm90_load()
+        if code != 0:
+            raise MoKError(f"the kernels cannot be loaded on {self.device}: CUDA error {code}")
         blocks = shape.capacity_rows // _BLOCK_ROWS
         experts = shape.num_local_experts
 
