@@ -69,7 +69,9 @@ __device__ __forceinline__ int64_t take_ticket(uint32_t* counter, uint32_t lane)
 __device__ __forceinline__ bool wait_entered(const WaitContext& context, uint32_t lane) {
   bool ready = true;
   if (lane == 0) ready = wait_peers(context, kFlagEntered, kPhaseEntered);
-  return __shfl_sync(0xffffffffu, ready, 0);
+  ready = __shfl_sync(0xffffffffu, ready, 0);
+  __syncwarp();
+  return ready;
 }
 
 // The opening: rows of the first fetch tasks, one row a ticket, for all warps. These tasks wait for nothing but the peers, so no warp can end up waiting
@@ -96,7 +98,10 @@ __device__ __forceinline__ bool peers_entered(const ForwardParams& params, const
   const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
   const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
                     ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
-  return __all_sync(0xffffffffu, here);
+  const bool all = __all_sync(0xffffffffu, here);
+  // What a lane has acquired, the others may read.
+  __syncwarp();
+  return all;
 }
 
 // For all warps, before the roles: helps where the peers are there soon. A function call here, such as the report of a wait that ran out, would leave
@@ -129,6 +134,7 @@ __device__ __forceinline__ void run_communication(const ForwardParams& params, c
     bool ready = true;
     if (lane == 0 && task.targets[0] != 0) ready = wait_counter(context, params.counters + task.waits[0], task.targets[0]);
     if (!__shfl_sync(0xffffffffu, ready, 0)) return;
+    __syncwarp();
     if (task.kind != TaskKind::kSignalDone) {
       fetch_rows(params, task, part * kFetchRows, kFetchRows, lane);
     } else if (part == 0 && lane < params.shape.ep_size && !pass_aborted(context)) {

@@ -1,7 +1,7 @@
 // The forward megakernel for sm_90a, BF16: dispatch, gate/up GEMM with SwiGLU, down GEMM with push combine, and the final sum, in one launch.
 //
-// Persistent, one CTA an SM, in clusters of two. Warpgroup 0 holds the producer warp (bulk tensor loads), the scheduler warp (tickets, decoding,
-// waiting for counters) and two communication warps; warpgroups 1 and 2 multiply: together a 128 x 256 tile. A cluster takes two neighbouring
+// Persistent, one CTA an SM, in clusters of two. Warpgroup 0 holds the producer warp (bulk tensor loads), the scheduler warp (tickets, waiting
+// for counters, announcing) and two communication warps; warpgroups 1 and 2 multiply: together a 128 x 256 tile. A cluster takes two neighbouring
 // tickets; where their tiles share rows or weights, each CTA loads half of what is shared for both.
 #include <cuda_runtime.h>
 

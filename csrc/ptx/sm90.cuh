@@ -208,10 +208,6 @@ __device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t valu
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void add_release_system(uint32_t* address, uint32_t value) {
-  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 // ---- arithmetic --------------------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2(float x) {
