@@ -1,5 +1,6 @@
-"""Small passes for compute-sanitizer: python -m tests.gpu.small. One rank: the tool runs kernels of a process one after the other, and ranks wait for
-each other.
+"""Small passes for compute-sanitizer: python -m tests.gpu.small.
+
+One rank: under the tool, kernels of several ranks in one process did not come to an end, since they wait for each other.
 """
 
 import torch
