@@ -226,14 +226,10 @@ class CudaExecutor:
         self._counters = zeros(self._library.mok_num_counters(blocks, experts), torch.int32)
         self._weight_maps = zeros(2 * experts * _TENSOR_MAP_BYTES, torch.uint8)
         self._records = zeros(
-            self._library.mok_forward_record_bytes(
-                blocks, shape.num_local_tokens, shape.hidden_size, shape.intermediate_size
-            ),
+            self._library.mok_forward_record_bytes(blocks, shape.num_local_tokens, shape.hidden_size, shape.intermediate_size),
             torch.uint8,
         )
-        scratch_words = self._library.mok_sm90_schedule_scratch_words(
-            shape.ep_size, shape.num_local_tokens, shape.topk, experts
-        )
+        scratch_words = self._library.mok_sm90_schedule_scratch_words(shape.ep_size, shape.num_local_tokens, shape.topk, experts)
         self._scratch = zeros(max(scratch_words, 1), torch.int32)
         # The host reads it without a word to the GPU, also while a stream is stuck.
         self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=True)
