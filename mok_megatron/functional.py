@@ -72,9 +72,12 @@ def _expert_matrices(
     if not isinstance(value, Sequence) or len(value) != experts:
         got = f"{len(value)} entries" if isinstance(value, Sequence) else type(value).__name__
         raise MoKArgumentError(f"{name}: must be a tensor or a sequence of {experts} tensors, one a local expert; is {got}")
+    shape, device = torch.Size((rows, cols)), workspace.device
     for index, matrix in enumerate(value):
-        if matrix is not None:
-            _check_tensor(f"{name}[{index}]", matrix, (rows, cols), dtypes, workspace.device)
+        # Up to 512 matrices a call: one look at each, and the full check for what does not pass it.
+        good = isinstance(matrix, torch.Tensor) and matrix.shape == shape and matrix.dtype in dtypes and matrix.device == device
+        if not good and matrix is not None:
+            _check_tensor(f"{name}[{index}]", matrix, (rows, cols), dtypes, device)
     return list(value)
 
 
