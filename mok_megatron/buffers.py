@@ -12,6 +12,8 @@ from mok_megatron.protocol import ROW_WORDS, STATUS_RECORDS, TEXT_BYTES, FlagMem
 # The ring's margin over num_local_tokens * K, as a fraction.
 _RING_MARGIN = 0.25
 _ALIGNMENT = 256
+# Columns of I in one partial sum of the router-weight gradient (csrc/task/tiles.h).
+ACTIVATION_GRAD_COLS = 256
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -147,7 +149,7 @@ class Rings:
     """Per-rank scratch rows that macrobatches take turns in, [macrobatch_size, ...].
 
     x, gate_up: forward without context, and the backward's replay; activation: h = silu(gate) * up * p; dy; d_gate_up;
-    router_weights: fp32 [rows]; d_router_weights: fp32 [rows, tiles], partial sums per 128 columns of I; wgrad13, wgrad2: fp32 weight-sized
+    router_weights: fp32 [rows]; d_router_weights: fp32 [rows, tiles], partial sums per 256 columns of I; wgrad13, wgrad2: fp32 weight-sized
     sums of the expert that straddles two macrobatches.
     """
 
@@ -179,7 +181,7 @@ class Rings:
             dy=rows_of(hidden),
             d_gate_up=rows_of(2 * inner),
             router_weights=fp32(rows),
-            d_router_weights=fp32(rows, -(-inner // 128)),
+            d_router_weights=fp32(rows, -(-inner // ACTIVATION_GRAD_COLS)),
             wgrad13=fp32(2 * inner, hidden) if straddles else fp32(0),
             wgrad2=fp32(hidden, inner) if straddles else fp32(0),
         )

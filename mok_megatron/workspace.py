@@ -77,7 +77,10 @@ class MoKWorkspace:
                 rows,
                 shape.capacity_rows,
             ),
-            [RankMemory(b.x, b.router_weights, b.combine, b.flags.words, b.topk_experts, b.num_tokens) for b in self.buffers],
+            [
+                RankMemory(b.x, b.router_weights, b.combine, b.flags.words, b.topk_experts, b.num_tokens, b.dy, b.d_router_weights)
+                for b in self.buffers
+            ],
             ring(shape.hidden_size),
             ring(shape.intermediate_size),
             ring(dtype=torch.float32),

@@ -11,7 +11,8 @@ constexpr int kReduceRows = 8;
 constexpr int kReduceChunks = 2;
 
 // Tokens first, first + stride, ... below `end`, one at a time, by one warp.
-__device__ __forceinline__ void reduce_tokens(const ForwardParams& params, int64_t first, int64_t end, int64_t stride, uint32_t lane) {
+template <typename Params>
+__device__ __forceinline__ void reduce_tokens(const Params& params, int64_t first, int64_t end, int64_t stride, uint32_t lane) {
   const int32_t topk = params.topk;
   const int32_t chunks = static_cast<int32_t>(params.shape.hidden / 8);
   const uint4* rows = reinterpret_cast<const uint4*>(params.peers.combine[params.shape.rank]);
@@ -29,6 +30,8 @@ __device__ __forceinline__ void reduce_tokens(const ForwardParams& params, int64
 #pragma unroll
           for (int c = 0; c < kReduceChunks; ++c) {
             const int32_t chunk = base + c * 32 + lane;
+            // Without a value on every path these registers would be taken for live in the whole kernel.
+            values[i][c] = make_uint4(0, 0, 0, 0);
             if ((bits >> i & 1) && chunk < chunks) values[i][c] = ptx::load_stream_16(at + static_cast<int64_t>(slot + i) * chunks + chunk);
           }
         }

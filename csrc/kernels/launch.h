@@ -46,6 +46,8 @@ struct PeerMemory {
   int64_t flags[kMaxRanks];           // int64 [ranks, kFlagWords]
   int64_t routes[kMaxRanks];          // int32 [2, num_local_tokens, K]
   int64_t num_tokens[kMaxRanks];      // int64 [2]
+  int64_t dy[kMaxRanks];              // bf16 [num_local_tokens, H]
+  int64_t d_router_weights[kMaxRanks];  // fp32 [num_local_tokens * K]
 };
 
 struct ForwardCall {
@@ -61,6 +63,25 @@ struct ForwardCall {
   int64_t ring_weights, ring_activation, weight_maps, counters, records, state;
   int64_t fault;  // FaultRecord in mapped host memory
   int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
+};
+
+// A backward, or a recompute of a forward's context: then `x_rows` and `gate_up` are written, and dy, dx, gradients and all rings are unused.
+struct BackwardCall {
+  PeerMemory peers;
+  int64_t rank, ep_size, num_tokens, topk, hidden, intermediate, num_local_experts;
+  int64_t minibatch_blocks, macrobatch_blocks, capacity_blocks;
+  int64_t sm_reserve, timeout_nanoseconds;
+  // Schedule tables (device).
+  int64_t row_source_rank, row_source_slot, expert_rows, expert_row_offsets, topk_experts;
+  // Inputs and outputs (device).
+  int64_t x, dy, router_weights, dx, d_router_weights, x_rows, gate_up;
+  // Scratch of the workspace (device). `scratch`: fp32 sums of an expert that straddles two macrobatches, a tile of 128 x 256 after the other.
+  int64_t ring_x, ring_dy, ring_gate_up, ring_activation, ring_d_gate_up, ring_weights, ring_partials, scratch;
+  int64_t weight_maps, counters, records, state;
+  int64_t fault;  // FaultRecord in mapped host memory
+  int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
+  // Gradients: an address on 16 bytes, + 1: overwritten instead of accumulated, + 2: bf16 instead of fp32. 0: none is wanted.
+  int64_t grads13[kMaxLocalExperts], grads2[kMaxLocalExperts];
 };
 
 struct ScheduleCall {
@@ -87,11 +108,18 @@ extern "C" {
 // of a collective among them, that is a deadlock between ranks.
 MOK_EXPORT int mok_sm90_load();
 MOK_EXPORT int mok_sm90_forward(const mok::ForwardCall* call, void* stream);
+MOK_EXPORT int mok_sm90_backward(const mok::BackwardCall* call, void* stream);
+MOK_EXPORT int mok_sm90_recompute(const mok::BackwardCall* call, void* stream);
 MOK_EXPORT int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream);
 MOK_EXPORT int64_t mok_sm90_schedule_scratch_words(int64_t ep_size, int64_t max_tokens, int64_t topk, int64_t num_local_experts);
 MOK_EXPORT int64_t mok_num_counters(int64_t capacity_blocks, int64_t num_local_experts);
 // Bytes of the table of tasks of a forward pass.
 MOK_EXPORT int64_t mok_forward_record_bytes(int64_t capacity_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate);
+// Bytes of the table of tasks of a backward pass, and of the sums of an expert that straddles two macrobatches.
+MOK_EXPORT int64_t mok_backward_record_bytes(int64_t capacity_blocks, int64_t macrobatch_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate,
+                                             int64_t num_local_experts);
+MOK_EXPORT int64_t mok_backward_scratch_bytes(int64_t hidden, int64_t intermediate);
 MOK_EXPORT int64_t mok_forward_call_bytes();
+MOK_EXPORT int64_t mok_backward_call_bytes();
 MOK_EXPORT int64_t mok_schedule_call_bytes();
 }

@@ -5,7 +5,8 @@
 
 namespace mok::ptx {
 
-// d (+)= A * B^T; `accumulate` false starts from zero. Descriptors name K-major tiles.
+// d (+)= A * B^T; `accumulate` false starts from zero. Descriptors name K-major tiles, or, where `kMajor…` is 1, tiles whose rows run along K.
+template <int kMajorA = 0, int kMajorB = 0>
 __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, uint32_t accumulate) {
   asm volatile(
       "{\n"
@@ -20,7 +21,7 @@ __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, add, 1, 1, 0, 0;\n"
+      "%128, %129, add, 1, 1, %131, %132;\n"
       "}\n"
       :
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
@@ -39,7 +40,7 @@ __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint
         "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kMajorA), "n"(kMajorB));
 }
 
 }  // namespace mok::ptx

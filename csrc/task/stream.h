@@ -215,13 +215,14 @@ MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int
   const int64_t expert = plan.macro_first_expert(macro) + index / plan.wgrad_tiles();
   const int64_t tile = index % plan.wgrad_tiles();
   const bool second = tile < plan.wgrad2_tiles();
-  const int64_t tiles_n = second ? plan.wgrad2_tiles_n : plan.wgrad13_tiles_n;
+  const int64_t tiles_m = second ? plan.wgrad2_tiles_m : plan.wgrad13_tiles_m;
   const int64_t local_tile = second ? tile : tile - plan.wgrad2_tiles();
   task.kind = second ? TaskKind::kWgrad2 : TaskKind::kWgrad13;
   task.macrobatch = macro;
   task.expert = expert;
-  task.tile_m = local_tile / tiles_n;
-  task.tile_n = local_tile % tiles_n;
+  // Neighbours in time share the wider operand.
+  task.tile_m = local_tile % tiles_m;
+  task.tile_n = local_tile / tiles_m;
   task.order = wgrad_order(plan.shape, macro, index);
   add_bump(task, plan.expert_wgrad_done(expert));
   const int64_t macro_begin = plan.macro_first_block(macro), macro_end = macro_begin + plan.macro_blocks(macro);

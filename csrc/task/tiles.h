@@ -17,7 +17,7 @@ constexpr int64_t kGateUpCols = 128;
 // Columns of H in a tile of the down projection and of its mirror, the gate/up input gradient.
 constexpr int64_t kHiddenCols = 256;
 // Columns of I in a tile of the down input gradient; the router-weight gradient has one partial sum per such tile.
-constexpr int64_t kActivationGradCols = 128;
+constexpr int64_t kActivationGradCols = 256;
 // Weight-gradient tiles, rows by columns of the weight.
 constexpr int64_t kWgradRows = 128;
 constexpr int64_t kWgradCols = 256;

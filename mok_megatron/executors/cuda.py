@@ -1,4 +1,4 @@
-"""CUDA executor: launches the schedule kernels and the forward megakernel over a rank's buffers.
+"""CUDA executor: launches the schedule kernels and the megakernels of forward, recompute and backward over a rank's buffers.
 
 Kernels are reached through the library's C interface (csrc/kernels/launch.h). A call's arguments are one block of 64-bit words that is filled
 once a workspace; a call writes the few words that change. Nothing here waits for the GPU.
@@ -14,6 +14,8 @@ import torch
 
 from mok_megatron.build import LIBRARY, build_info, check_device_architecture, load_library
 from mok_megatron.errors import MoKArgumentError, MoKBuildError, MoKError
+from mok_megatron.executors.cpu import WeightGradTarget
+from mok_megatron.executors.cuda_backward import BACKWARD_FIELDS, BackwardMemory, grad_words
 from mok_megatron.schedule import MoKContext, MoKSchedule
 
 _BLOCK_ROWS = 128
@@ -23,7 +25,7 @@ _TENSOR_MAP_BYTES = 128
 _STATE_WORDS = 8
 FAULT_WORDS = 16
 
-_PEER_FIELDS = ("x", "router_weights", "combine", "flags", "routes", "num_tokens")
+_PEER_FIELDS = ("x", "router_weights", "combine", "flags", "routes", "num_tokens", "dy", "d_router_weights")
 _FORWARD_FIELDS = (
     "rank",
     "ep_size",
@@ -94,7 +96,7 @@ def kernel_library() -> ctypes.CDLL:
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the functions and compare the sizes of their argument blocks."""
-    for name in ("mok_sm90_forward", "mok_sm90_schedule"):
+    for name in ("mok_sm90_forward", "mok_sm90_recompute", "mok_sm90_backward", "mok_sm90_schedule"):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
     library.mok_sm90_load.argtypes, library.mok_sm90_load.restype = [], ctypes.c_int
@@ -102,11 +104,14 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
         ("mok_sm90_schedule_scratch_words", 4),
         ("mok_num_counters", 2),
         ("mok_forward_record_bytes", 4),
+        ("mok_backward_record_bytes", 6),
+        ("mok_backward_scratch_bytes", 2),
     ):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_int64] * count, ctypes.c_int64
     for name, fields, extra in (
         ("mok_forward_call_bytes", _FORWARD_FIELDS, 2 * _MAX_LOCAL_EXPERTS),
+        ("mok_backward_call_bytes", BACKWARD_FIELDS, 4 * _MAX_LOCAL_EXPERTS),
         ("mok_schedule_call_bytes", _SCHEDULE_FIELDS, 0),
     ):
         function = getattr(library, name)
@@ -139,7 +144,7 @@ class CallBlock:
             words[at[name]] = value
 
     def set_table(self, index: int, values: list[int]) -> None:
-        """Entries of the table `index` behind the named words (w13: 0, w2: 1)."""
+        """Entries of the table `index` behind the named words (w13: 0, w2: 1; gradients of w13: 2, of w2: 3)."""
         first = self._extra + index * _MAX_LOCAL_EXPERTS
         self._words[first : first + len(values)] = array.array("q", values)
 
@@ -149,7 +154,7 @@ class RankMemory:
     """Device memory of one rank that its peers map, as tensors or as this rank's views of a peer's.
 
     x: bf16 [T_max, H]; router_weights: fp32 [T_max, K]; combine: bf16 [T_max * K, H]; flags: int64 [EP, words]; routes: int32 [2, T_max, K];
-    num_tokens: int64 [2].
+    num_tokens: int64 [2]; dy: bf16 [T_max, H]; d_router_weights: fp32 [T_max * K].
     """
 
     x: torch.Tensor
@@ -158,6 +163,8 @@ class RankMemory:
     flags: torch.Tensor
     routes: torch.Tensor
     num_tokens: torch.Tensor
+    dy: torch.Tensor
+    d_router_weights: torch.Tensor
 
     def pointers(self) -> list[int]:
         return [getattr(self, name).data_ptr() for name in _PEER_FIELDS]
@@ -235,9 +242,10 @@ class CudaExecutor:
         self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=True)
         self._fault_code = ctypes.c_int64.from_address(self.fault.data_ptr())
         self._rings = (ring_activation, ring_weights)
-        peers = [rank.pointers() for rank in memory]
+        self._peers = peers = [rank.pointers() for rank in memory]
         common = {"rank": shape.rank, "ep_size": shape.ep_size, "topk": shape.topk, "num_local_experts": experts}
         shared = {"state": self._state.data_ptr(), "fault": self.fault.data_ptr()}
+        self._backward_memory: BackwardMemory | None = None
         self._forward = CallBlock(_FORWARD_FIELDS, 2 * _MAX_LOCAL_EXPERTS, peers)
         self._forward.set(
             **common,
@@ -275,6 +283,7 @@ class CudaExecutor:
             "ring.router_weights": weights.nbytes,
             "counters": self._counters.nbytes,
             "scratch": self._scratch.nbytes + self._weight_maps.nbytes + self._state.nbytes,
+            **({} if self._backward_memory is None else self._backward_memory.memory_bytes()),
         }
 
     def _launch(self, name: str, block: CallBlock) -> None:
@@ -351,3 +360,113 @@ class CudaExecutor:
         block.set_table(1, _weight_pointers(w2))
         self._launch("mok_sm90_forward", block)
         return y
+
+    @functools.cached_property
+    def _backward(self) -> CallBlock:
+        """Argument block of backward and recompute; its memory is made with it."""
+        shape = self.shape
+        memory = self._backward_memory = BackwardMemory(
+            self._library,
+            self.device,
+            rows=shape.macrobatch_size,
+            capacity_rows=shape.capacity_rows,
+            num_local_tokens=shape.num_local_tokens,
+            hidden=shape.hidden_size,
+            inner=shape.intermediate_size,
+            experts=shape.num_local_experts,
+        )
+        activation, weights = self._rings
+        block = CallBlock(BACKWARD_FIELDS, 4 * _MAX_LOCAL_EXPERTS, self._peers)
+        block.set(
+            rank=shape.rank,
+            ep_size=shape.ep_size,
+            topk=shape.topk,
+            hidden=shape.hidden_size,
+            intermediate=shape.intermediate_size,
+            num_local_experts=shape.num_local_experts,
+            minibatch_blocks=shape.minibatch_size // _BLOCK_ROWS,
+            macrobatch_blocks=shape.macrobatch_size // _BLOCK_ROWS,
+            capacity_blocks=shape.capacity_rows // _BLOCK_ROWS,
+            ring_x=self.ring_x.data_ptr(),
+            ring_activation=activation.data_ptr(),
+            ring_weights=weights.data_ptr(),
+            counters=self._counters.data_ptr(),
+            state=self._state.data_ptr(),
+            fault=self.fault.data_ptr(),
+            **memory.pointers(),
+        )
+        return block
+
+    def _set_backward(
+        self,
+        schedule: MoKSchedule,
+        context: MoKContext,
+        x: torch.Tensor,
+        router_weights: torch.Tensor,
+        w13: torch.Tensor | Sequence[torch.Tensor],
+        timeout_seconds: float,
+        sm_reserve: int,
+    ) -> CallBlock:
+        block = self._backward
+        block.set(
+            num_tokens=schedule.num_tokens,
+            sm_reserve=sm_reserve,
+            timeout_nanoseconds=int(timeout_seconds * 1e9),
+            row_source_rank=schedule.row_source_rank.data_ptr(),
+            row_source_slot=schedule.row_source_slot.data_ptr(),
+            expert_rows=schedule.expert_rows.data_ptr(),
+            expert_row_offsets=schedule.expert_row_offsets.data_ptr(),
+            topk_experts=schedule.topk_experts.data_ptr(),
+            x=x.data_ptr(),
+            router_weights=router_weights.data_ptr(),
+            x_rows=context.x_rows.data_ptr(),
+            gate_up=context.gate_up.data_ptr(),
+        )
+        block.set_table(0, _weight_pointers(w13))
+        return block
+
+    def recompute(
+        self,
+        schedule: MoKSchedule,
+        x: torch.Tensor,
+        router_weights: torch.Tensor,
+        w13: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        context: MoKContext,
+        timeout_seconds: float,
+        sm_reserve: int = 0,
+    ) -> None:
+        """Fills `context` as `forward` does, bit for bit. Operands as there."""
+        block = self._set_backward(schedule, context, x, router_weights, w13, timeout_seconds, sm_reserve)
+        # Its map is made, and never read.
+        block.set_table(1, _weight_pointers(w13))
+        self._launch("mok_sm90_recompute", block)
+
+    def backward(
+        self,
+        schedule: MoKSchedule,
+        context: MoKContext,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        router_weights: torch.Tensor,
+        w13: torch.Tensor | Sequence[torch.Tensor],
+        w2: torch.Tensor | Sequence[torch.Tensor],
+        grads13: Sequence[WeightGradTarget],
+        grads2: Sequence[WeightGradTarget],
+        *,
+        timeout_seconds: float,
+        sm_reserve: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dx bf16 [T, H] and d_router_weights fp32 [T, K]; weight gradients go to their E_local targets. Operands as in `forward`.
+
+        Raises:
+            MoKArgumentError: a target is not contiguous or does not lie on 16 bytes.
+        """
+        dx, d_router_weights = torch.empty_like(x), torch.empty_like(router_weights)
+        tables = [_weight_pointers(w2), grad_words("main_grads (w13)", grads13), grad_words("main_grads (w2)", grads2)]
+        block = self._set_backward(schedule, context, x, router_weights, w13, timeout_seconds, sm_reserve)
+        block.set(dy=dy.data_ptr(), dx=dx.data_ptr(), d_router_weights=d_router_weights.data_ptr())
+        for index, table in enumerate(tables):
+            block.set_table(1 + index, table)
+        self._launch("mok_sm90_backward", block)
+        return dx, d_router_weights

@@ -98,6 +98,8 @@ class Group:
                     torch.zeros(ep_size, ROW_WORDS, dtype=torch.int64, device=device),
                     torch.zeros(2, num_local_tokens, topk, dtype=torch.int32, device=device),
                     torch.zeros(2, dtype=torch.int64, device=device),
+                    poison(torch.empty(num_local_tokens, hidden, dtype=torch.bfloat16, device=device)),
+                    poison(torch.empty(num_local_tokens * topk, device=device)),
                 )
             )
         self.memory = memory

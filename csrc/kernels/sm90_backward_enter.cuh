@@ -1,0 +1,197 @@
+// Start of a backward or recompute: copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, writes the table of
+// tasks, and tells the peers. And the host side that fills the arguments.
+#pragma once
+
+#include "sm90_backward_params.cuh"
+#include "sm90_tensor_map.h"
+
+namespace mok {
+namespace {
+
+struct BackwardEnterParams {
+  CUtensorMap map_w13, map_w2;
+  PeerMemory peers;
+  const uint4* x;
+  const uint4* dy;  // null in a recompute
+  int64_t x_chunks;
+  const float* router_weights;
+  int64_t num_weights;
+  CUtensorMap* weight_maps;
+  PassShape shape;
+  const int32_t* expert_rows;
+  const int64_t* expert_row_offsets;
+  int64_t* macro_table;
+  BackwardRecord* compute_records;
+  BackwardRecord* comm_records;
+  BackwardTotals* totals;
+  DeviceState* state;
+  int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
+};
+
+constexpr int kBackwardEnterThreads = 512;
+
+__device__ __forceinline__ void copy_chunks(const uint4* source, uint4* target, int64_t count, int64_t thread, int64_t threads) {
+  constexpr int kUnroll = 4;
+  int64_t at = thread;
+  for (; at + (kUnroll - 1) * threads < count; at += kUnroll * threads) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) values[i] = ptx::load_stream_16(source + at + i * threads);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) target[at + i * threads] = values[i];
+  }
+  for (; at < count; at += threads) target[at] = source[at];
+}
+
+__global__ void __launch_bounds__(kBackwardEnterThreads) backward_enter_kernel(const __grid_constant__ BackwardEnterParams params) {
+  __shared__ Plan plan;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBackwardEnterThreads + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kBackwardEnterThreads;
+  // Every block writes the same table of macrobatches and reads what it wrote.
+  if (threadIdx.x == 0) plan = make_plan(params.shape, params.expert_row_offsets, params.macro_table);
+  const int64_t rank = params.shape.rank, experts = params.shape.num_local_experts;
+  copy_chunks(params.x, reinterpret_cast<uint4*>(params.peers.x[rank]), params.x_chunks, thread, threads);
+  if (params.dy != nullptr) copy_chunks(params.dy, reinterpret_cast<uint4*>(params.peers.dy[rank]), params.x_chunks, thread, threads);
+  float* weights = reinterpret_cast<float*>(params.peers.router_weights[rank]);
+  for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
+  if (thread < 2 * experts) {
+    const bool first = thread < experts;
+    CUtensorMap* map = params.weight_maps + thread;
+    *map = first ? params.map_w13 : params.map_w2;
+    ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[thread] : params.w2[thread - experts]));
+    ptx::tensor_map_release();
+  }
+  __syncthreads();
+  for (int64_t ticket = thread; ticket < plan.compute_tasks; ticket += threads) {
+    params.compute_records[ticket] = make_backward_record(plan, params.expert_rows, compute_task(plan, ticket));
+  }
+  for (int64_t ticket = thread; ticket < plan.comm_tasks; ticket += threads) {
+    params.comm_records[ticket] = make_backward_record(plan, params.expert_rows, comm_task(plan, ticket));
+  }
+  if (thread == 0) *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(0) * kBlockRows};
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();
+  if (atomicAdd(&params.state->entered_blocks, 1u) + 1 != gridDim.x) return;
+  __threadfence_system();
+  params.state->entered_blocks = 0;
+  // After a fault this rank does not enter: its peers must not wait for rows that will not come.
+  if (ptx::load_acquire_gpu(&params.state->aborted) != 0) return;
+  const int64_t call = params.state->call + 1;
+  for (int64_t peer = 0; peer < params.shape.ep_size; ++peer) {
+    ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[peer]) + rank * kFlagWords + kFlagEntered, call);
+  }
+}
+
+// The table: the totals in one record's place, the communication tasks, the compute tasks, the compute tickets before each macrobatch.
+struct BackwardTable {
+  int64_t comm_at, compute_at, macro_at, bytes;
+};
+
+BackwardTable backward_table(int64_t capacity_blocks, int64_t macrobatch_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate,
+                             int64_t num_local_experts) {
+  constexpr int64_t kRecord = sizeof(BackwardRecord);
+  const int64_t macros = capacity_blocks == 0 ? 1 : ceil_div(capacity_blocks, macrobatch_blocks);
+  const int64_t comm = 2 * capacity_blocks * kDispatchTasksPerBlock + 1;
+  const int64_t wgrads = ceil_div(hidden, kWgradRows) * ceil_div(intermediate, kWgradCols) +
+                         ceil_div(2 * intermediate, kWgradRows) * ceil_div(hidden, kWgradCols);
+  // An expert has weight-gradient tasks in each macrobatch that holds rows of it: every boundary adds one expert's at most.
+  const int64_t compute =
+      capacity_blocks * (ceil_div(intermediate, kGateUpCols) + ceil_div(intermediate, kActivationGradCols) + ceil_div(hidden, kHiddenCols)) +
+      (num_local_experts + macros) * wgrads + ceil_div(max_tokens, kReduceTokens);
+  BackwardTable table;
+  table.comm_at = kRecord;
+  table.compute_at = table.comm_at + comm * kRecord;
+  table.macro_at = table.compute_at + compute * kRecord;
+  table.bytes = table.macro_at + (macros + 1) * 8;
+  return table;
+}
+
+// Fills the megakernel's arguments and launches what comes before it.
+int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t stream, BackwardParams* out) {
+  const bool recompute = pass == Pass::kRecompute;
+  const int64_t ring_rows = call.macrobatch_blocks * kBlockRows, hidden = call.hidden, inner = call.intermediate;
+  BackwardParams& params = *out;
+  BackwardEnterParams enter;
+  struct {
+    CUtensorMap* map;
+    int64_t address, rows, columns;
+  } const maps[] = {
+      {&enter.map_w13, 0, 2 * inner, hidden},
+      {&enter.map_w2, 0, hidden, inner},
+      {&params.map_x, recompute ? call.x_rows : call.ring_x, ring_rows, hidden},
+      {&params.map_saved_x, call.x_rows, ring_rows, hidden},
+      {&params.map_dy, call.ring_dy, ring_rows, hidden},
+      {&params.map_activation, call.ring_activation, ring_rows, inner},
+      {&params.map_d_gate_up, call.ring_d_gate_up, ring_rows, 2 * inner},
+  };
+  for (const auto& m : maps) {
+    const int code = encode_tensor_map(m.map, reinterpret_cast<void*>(m.address), m.rows, m.columns, 64);
+    if (code != 0) return code;
+  }
+  PassShape& shape = enter.shape;
+  shape.pass = pass;
+  shape.rank = call.rank;
+  shape.ep_size = call.ep_size;
+  shape.num_tokens = call.num_tokens;
+  shape.hidden = hidden;
+  shape.intermediate = inner;
+  shape.num_local_experts = call.num_local_experts;
+  shape.minibatch_blocks = call.minibatch_blocks;
+  shape.macrobatch_blocks = call.macrobatch_blocks;
+  shape.capacity_blocks = call.capacity_blocks;
+  // A table for a call's own tokens has its parts where one for more tokens has them, but for the last.
+  const BackwardTable table =
+      backward_table(call.capacity_blocks, call.macrobatch_blocks, call.num_tokens, hidden, inner, call.num_local_experts);
+  enter.peers = call.peers;
+  enter.x = reinterpret_cast<const uint4*>(call.x);
+  enter.dy = recompute ? nullptr : reinterpret_cast<const uint4*>(call.dy);
+  enter.x_chunks = call.num_tokens * hidden / 8;
+  enter.router_weights = reinterpret_cast<const float*>(call.router_weights);
+  enter.num_weights = call.num_tokens * call.topk;
+  enter.weight_maps = reinterpret_cast<CUtensorMap*>(call.weight_maps);
+  enter.expert_rows = reinterpret_cast<const int32_t*>(call.expert_rows);
+  enter.expert_row_offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
+  enter.totals = reinterpret_cast<BackwardTotals*>(call.records);
+  enter.comm_records = reinterpret_cast<BackwardRecord*>(call.records + table.comm_at);
+  enter.compute_records = reinterpret_cast<BackwardRecord*>(call.records + table.compute_at);
+  enter.macro_table = reinterpret_cast<int64_t*>(call.records + table.macro_at);
+  enter.state = reinterpret_cast<DeviceState*>(call.state);
+  for (int64_t e = 0; e < call.num_local_experts; ++e) {
+    enter.w13[e] = call.w13[e];
+    enter.w2[e] = call.w2[e];
+    params.grads13[e] = recompute ? 0 : call.grads13[e];
+    params.grads2[e] = recompute ? 0 : call.grads2[e];
+  }
+  backward_enter_kernel<<<sms, kBackwardEnterThreads, 0, stream>>>(enter);
+
+  params.peers = call.peers;
+  params.shape = shape;
+  params.timeout_nanoseconds = call.timeout_nanoseconds;
+  params.weight_maps = enter.weight_maps;
+  params.compute_records = enter.compute_records;
+  params.comm_records = enter.comm_records;
+  params.totals = enter.totals;
+  params.row_source_rank = reinterpret_cast<const int32_t*>(call.row_source_rank);
+  params.row_source_slot = reinterpret_cast<const int32_t*>(call.row_source_slot);
+  params.topk_experts = reinterpret_cast<const int32_t*>(call.topk_experts);
+  params.y = reinterpret_cast<__nv_bfloat16*>(call.dx);
+  params.d_router_weights = reinterpret_cast<float*>(call.d_router_weights);
+  params.x_ring = reinterpret_cast<__nv_bfloat16*>(recompute ? call.x_rows : call.ring_x);
+  params.dy_ring = reinterpret_cast<__nv_bfloat16*>(call.ring_dy);
+  params.gate_up = reinterpret_cast<__nv_bfloat16*>(recompute ? call.gate_up : call.ring_gate_up);
+  params.saved_gate_up = reinterpret_cast<const __nv_bfloat16*>(call.gate_up);
+  params.activation = reinterpret_cast<__nv_bfloat16*>(call.ring_activation);
+  params.d_gate_up = reinterpret_cast<__nv_bfloat16*>(call.ring_d_gate_up);
+  params.weight_ring = reinterpret_cast<float*>(call.ring_weights);
+  params.partial_ring = reinterpret_cast<float*>(call.ring_partials);
+  params.scratch = reinterpret_cast<float*>(call.scratch);
+  params.counters = reinterpret_cast<uint32_t*>(call.counters);
+  params.state = enter.state;
+  params.fault = reinterpret_cast<FaultRecord*>(call.fault);
+  params.topk = static_cast<int32_t>(call.topk);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace mok

@@ -1,0 +1,121 @@
+"""Forward and backward of a group of ranks, for the tests of the backward megakernel."""
+
+import dataclasses
+
+import torch
+
+from mok_megatron.executors.cpu import WeightGradTarget
+from mok_megatron.schedule import MoKContext
+from tests.gpu import harness
+from tests.gpu.harness import Group, Problem, poison
+
+
+@dataclasses.dataclass
+class Gradients:
+    """On the CPU, of all ranks: dx [sum T, H], d_router_weights [sum T, K], dw13 [E, 2I, H], dw2 [E, H, I]."""
+
+    dx: torch.Tensor
+    d_router_weights: torch.Tensor
+    dw13: torch.Tensor
+    dw2: torch.Tensor
+
+    def names(self) -> list[str]:
+        return [field.name for field in dataclasses.fields(self)]
+
+
+def random_dy(problem: Problem, seed: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=g).bfloat16() for x in problem.x]
+
+
+def poison_backward_memory(group: Group) -> None:
+    """NaN in everything that the backward may read before it has written it."""
+
+    def fill(_: int, executor) -> None:
+        assert executor._backward
+        memory = executor._backward_memory
+        for tensor in (memory.dy, memory.gate_up, memory.d_gate_up, memory.partials):
+            poison(tensor)
+        memory.scratch.fill_(0xFF)
+        memory.records.fill_(0xFF)
+        poison(executor.ring_x)
+
+    group.each(fill)
+    group.synchronize_devices()
+    for memory in group.memory:
+        for tensor in (memory.combine, memory.x, memory.dy, memory.d_router_weights):
+            poison(tensor)
+    group.synchronize_devices()
+
+
+class Pass:
+    """A problem placed on the ranks of a group, with the forward done."""
+
+    def __init__(self, group: Group, problem: Problem, dys: list[torch.Tensor], *, split: bool = False) -> None:
+        self.group, self.problem = group, problem
+        _, self.contexts, self.schedules = group.forward(problem, save=True)
+        local = group.local
+        self.operands = []
+        for rank, device in enumerate(group.devices):
+            w13, w2 = (w[rank * local : (rank + 1) * local].to(device) for w in (problem.w13, problem.w2))
+            if split:
+                w13, w2 = [w.clone() for w in w13], [w.clone() for w in w2]
+            self.operands.append((dys[rank].to(device), problem.x[rank].to(device), problem.router_weights[rank].to(device), w13, w2))
+        group.synchronize_devices()
+
+    def new_grads(self, dtype: torch.dtype, value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        local = self.group.local
+        return [
+            tuple(
+                torch.full((local, *w.shape[1:]), value, dtype=dtype, device=device) for w in (self.problem.w13, self.problem.w2)
+            )
+            for device in self.group.devices
+        ]
+
+    def recompute(self) -> list[MoKContext]:
+        made = []
+        for context in self.contexts:
+            made.append(MoKContext(poison(torch.empty_like(context.x_rows)), poison(torch.empty_like(context.gate_up))))
+        self.group.synchronize_devices()
+        self.group.each(
+            lambda rank, executor: executor.recompute(
+                self.schedules[rank],
+                *self.operands[rank][1:4],
+                context=made[rank],
+                timeout_seconds=harness.TIMEOUT_SECONDS,
+                sm_reserve=self.group.sm_reserve,
+            )
+        )
+        self._finish()
+        return made
+
+    def targets(self, grads, overwrite: bool) -> tuple[list[WeightGradTarget], list[WeightGradTarget]]:
+        one, two = ([WeightGradTarget(matrix, overwrite) for matrix in tensor] for tensor in grads)
+        return one, two
+
+    def backward(self, grads, overwrite: bool, targets=None) -> Gradients:
+        """Into `grads` of every rank."""
+        self.group.synchronize_devices()
+        results = self.group.each(
+            lambda rank, executor: executor.backward(
+                self.schedules[rank],
+                self.contexts[rank],
+                *self.operands[rank],
+                *(self.targets(grads[rank], overwrite) if targets is None else targets[rank]),
+                timeout_seconds=harness.TIMEOUT_SECONDS,
+                sm_reserve=self.group.sm_reserve,
+            )
+        )
+        self._finish()
+        return Gradients(
+            torch.cat([dx.cpu() for dx, _ in results]),
+            torch.cat([dp.cpu() for _, dp in results]),
+            torch.cat([g13.cpu() for g13, _ in grads]),
+            torch.cat([g2.cpu() for _, g2 in grads]),
+        )
+
+    def _finish(self) -> None:
+        self.group.synchronize()
+        faults = self.group.faults()
+        if any(fault[0] for fault in faults):
+            raise RuntimeError(f"faults: {faults}")
