@@ -1,0 +1,268 @@
+// What the warps of the backward megakernel hand to each other, and the warp that takes tickets.
+#pragma once
+
+#include "../comm/sm90_wait.cuh"
+#include "../epilogue/sm90_weight_grad.cuh"
+#include "../mma/sm90_operands.cuh"
+#include "sm90_backward_params.cuh"
+
+namespace mok {
+namespace {
+
+constexpr int kSlots = 2;  // one tile in execution, one whose loads are under way
+
+enum class TileKind : int32_t { kExit, kSkip, kReduce, kNothing, kZero, kGemm1, kDgrad2, kDgrad1, kWgrad2, kWgrad13 };
+enum class Share : int32_t { kNone, kB, kA };
+
+// What the scheduler hands to the other warps.
+struct Tile {
+  TileKind kind;
+  Share share;
+  int32_t iterations;  // stages to walk; both CTAs of a cluster walk as many
+  int32_t expert;
+  int32_t tile_m;
+  int32_t tile_n;
+  int32_t valid_rows;
+  int32_t store;       // 0 when the pass was aborted
+  int32_t ring_block;
+  int32_t saved;       // rows of the first macrobatch: x, gate and up are the context's
+  int32_t num_tokens;  // reduce
+  int32_t continues, continued;
+  int32_t second;      // weight gradients: of w2
+  int32_t bumps[2];
+  int64_t first_row;  // GEMM: row in the schedule; reduce: token
+  int64_t grad;       // weight gradients
+  float* scratch;
+};
+
+struct Shared {
+  uint8_t stages[kStages][kStageBytes];
+  uint8_t staging[kConsumerWarps][4096];
+  PipelineBarriers pipeline;
+  uint64_t tile_full[kSlots], tile_loaded[kSlots], tile_stored[kSlots];
+  uint64_t ticket_full[kSlots], ticket_empty[kSlots];
+  int64_t tickets[kSlots];
+  Tile tiles[kSlots];
+  WaitContext context;
+  uint32_t last;
+};
+constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
+static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
+
+__device__ __forceinline__ bool of_second_matrix(const BackwardRecord& task) {
+  return task.kind == TaskKind::kWgrad2 || (task.kind == TaskKind::kZero && task.block == 0);
+}
+
+// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored, as in the forward.
+struct Scheduler {
+  const BackwardParams& params;
+  Shared& shared;
+  uint32_t rank;  // in the cluster
+  uint32_t published = 0, announced = 0;
+  int32_t waited_expert = -1, waited_macrobatch = -1;  // weight gradients of these have been waited for
+
+  __device__ void announce_stored() {
+    if (announced == published) return;
+    const uint32_t slot = announced % kSlots;
+    if (!ptx::barrier_test(ptx::smem_address(&shared.tile_stored[slot]), announced / kSlots & 1)) return;
+    const Tile& tile = shared.tiles[slot];
+    // The second counter stands for rows pushed to peers.
+    if (tile.bumps[1] >= 0 && params.shape.ep_size > 1) __threadfence_system();
+    if (tile.bumps[0] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[0], kTaskUnits);
+    if (tile.bumps[1] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[1], kTaskUnits);
+    ++announced;
+  }
+
+  // Until the slot of the next tile is free.
+  __device__ void wait_slot() {
+    while (published - announced == kSlots) announce_stored();
+    const uint32_t slot = published % kSlots;
+    ptx::barrier_wait(ptx::smem_address(&shared.tile_loaded[slot]), (published / kSlots & 1) ^ 1);
+  }
+
+  __device__ int64_t grad_of(const BackwardRecord& task) const {
+    return of_second_matrix(task) ? params.grads2[task.expert] : params.grads13[task.expert];
+  }
+
+  __device__ int32_t iterations_of(const BackwardRecord& task) const {
+    switch (task.kind) {
+      case TaskKind::kGemm1:
+      case TaskKind::kDgrad2:
+        return static_cast<int32_t>(params.shape.hidden / kStageK);
+      case TaskKind::kDgrad1:
+        return static_cast<int32_t>(2 * params.shape.intermediate / kStageK);
+      case TaskKind::kWgrad2:
+      case TaskKind::kWgrad13:
+        return grad_of(task) == 0 ? 0 : task.stages;
+      default:
+        return 0;
+    }
+  }
+
+  __device__ void publish(const Tile& tile) {
+    wait_slot();
+    const uint32_t slot = published % kSlots;
+    shared.tiles[slot] = tile;
+    ptx::barrier_arrive(ptx::smem_address(&shared.tile_full[slot]));
+    ++published;
+  }
+
+  __device__ void publish_skip(int32_t iterations) {
+    if (iterations == 0) return;
+    Tile tile = {};
+    tile.kind = TileKind::kSkip;
+    tile.bumps[0] = tile.bumps[1] = -1;
+    tile.iterations = iterations;
+    publish(tile);
+  }
+
+  __device__ bool wait_for(const BackwardRecord& task) {
+    const WaitContext& context = shared.context;
+    const auto meanwhile = [this] { announce_stored(); };
+    if (pass_aborted(context)) return false;
+    if (task.kind == TaskKind::kReduce) return wait_peers(context, kFlagDone, kPhaseDone, meanwhile);
+    const bool wgrad = task.kind == TaskKind::kWgrad2 || task.kind == TaskKind::kWgrad13;
+    // All tiles of an expert in a macrobatch wait for the same counters, which never fall within a pass.
+    if (wgrad && task.expert == waited_expert && task.macrobatch == waited_macrobatch) return true;
+    for (int i = 0; i < kBackwardWaits; ++i) {
+      if (task.targets[i] == 0) continue;
+      for (uint32_t j = 0; j < task.counts[i]; ++j) {
+        if (!wait_counter(context, params.counters + task.waits[i] + j, task.targets[i], meanwhile)) return false;
+      }
+    }
+    if (wgrad) {
+      waited_expert = task.expert;
+      waited_macrobatch = task.macrobatch;
+    }
+    return true;
+  }
+
+  __device__ static TileKind kind_of(const BackwardRecord& task, int64_t grad) {
+    switch (task.kind) {
+      case TaskKind::kGemm1:
+        return TileKind::kGemm1;
+      case TaskKind::kDgrad2:
+        return TileKind::kDgrad2;
+      case TaskKind::kDgrad1:
+        return TileKind::kDgrad1;
+      case TaskKind::kWgrad2:
+        return grad == 0 ? TileKind::kNothing : TileKind::kWgrad2;
+      case TaskKind::kWgrad13:
+        return grad == 0 ? TileKind::kNothing : TileKind::kWgrad13;
+      case TaskKind::kZero:
+        return grad & kGradOverwrite ? TileKind::kZero : TileKind::kNothing;
+      default:
+        return TileKind::kReduce;
+    }
+  }
+
+  __device__ void publish_task(const BackwardRecord& task, Share share) {
+    Tile tile;
+    tile.store = wait_for(task);
+    // Rows that other SMs stored are read by bulk copies.
+    ptx::fence_async_global();
+    const bool weights = task.kind == TaskKind::kWgrad2 || task.kind == TaskKind::kWgrad13 || task.kind == TaskKind::kZero;
+    tile.second = of_second_matrix(task);
+    tile.grad = weights ? grad_of(task) : 0;
+    tile.kind = kind_of(task, tile.grad);
+    tile.share = share;
+    tile.iterations = iterations_of(task);
+    tile.expert = task.expert;
+    tile.tile_m = task.tile_m;
+    tile.tile_n = task.tile_n;
+    tile.valid_rows = task.valid_rows;
+    tile.ring_block = task.ring_block;
+    tile.saved = task.macrobatch == 0;
+    tile.num_tokens = task.num_rows;
+    tile.continues = task.continues;
+    tile.continued = task.continued;
+    tile.first_row = task.first_row;
+    if (weights) {
+      const int64_t tiles_m2 = ceil_div(params.shape.hidden, kWgradRows), tiles_n2 = ceil_div(params.shape.intermediate, kWgradCols);
+      const int64_t tiles_m13 = ceil_div(2 * params.shape.intermediate, kWgradRows);
+      const int64_t index = of_second_matrix(task) ? task.tile_n * tiles_m2 + task.tile_m : tiles_m2 * tiles_n2 + task.tile_n * tiles_m13 + task.tile_m;
+      tile.scratch = params.scratch + index * kWgradRows * kWgradCols;
+    }
+    tile.bumps[0] = task.bumps[0];
+    tile.bumps[1] = task.bumps[1];
+    publish(tile);
+  }
+
+  // The pair of tickets (first, first + 1) of the cluster, or a number beyond the last.
+  __device__ int64_t take_tickets(uint32_t turn) {
+    const uint32_t at = turn % kSlots, turn_phase = turn / kSlots & 1;
+    if (rank == 0) {
+      // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
+      wait_slot();
+      const int64_t ticket =
+          pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
+      while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
+      ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
+      ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);
+      return ticket;
+    }
+    while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_full[at]), turn_phase)) announce_stored();
+    const int64_t ticket = *reinterpret_cast<volatile int64_t*>(&shared.tickets[at]);
+    ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_empty[at]), 0);
+    return ticket;
+  }
+
+  __device__ static Share share_of(const BackwardRecord& one, const BackwardRecord& other) {
+    const bool weights = one.kind == TaskKind::kWgrad2 || one.kind == TaskKind::kWgrad13;
+    if (one.kind == TaskKind::kReduce || one.kind == TaskKind::kZero || one.expert != other.expert) return Share::kNone;
+    if (one.tile_n == other.tile_n) return Share::kB;
+    return (weights ? one.tile_m == other.tile_m : one.block == other.block) ? Share::kA : Share::kNone;
+  }
+
+  __device__ void run() {
+    const int64_t total = params.totals->compute_tasks;
+    for (uint32_t turn = 0;; ++turn) {
+      const int64_t first = take_tickets(turn);
+      if (first >= total) break;
+      const int count = first + 1 < total ? 2 : 1;
+      const BackwardRecord& one = params.compute_records[first];
+      const BackwardRecord& other = params.compute_records[first + count - 1];
+      if (count == 2 && one.kind == other.kind) {
+        publish_task(rank == 0 ? one : other, share_of(one, other));
+        continue;
+      }
+      // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const BackwardRecord& task = i == 0 ? one : other;
+        if (i == static_cast<int>(rank)) {
+          publish_task(task, Share::kNone);
+        } else {
+          publish_skip(iterations_of(task));
+        }
+      }
+    }
+    const uint32_t tiles = published;
+    Tile tile = {};
+    tile.kind = TileKind::kExit;
+    publish(tile);
+    while (announced != tiles) announce_stored();
+  }
+};
+
+// Next tile of a role, and the barriers by which the role says that it is through with a slot.
+struct TileReader {
+  uint32_t full, through;  // addresses of the slots' barriers
+  uint32_t slot = 0, phase = 0;
+
+  __device__ __forceinline__ uint32_t next() {
+    ptx::barrier_wait(full + slot * 8, phase);
+    return slot;
+  }
+
+  __device__ __forceinline__ void advance(bool arrive) {
+    if (arrive) ptx::barrier_arrive(through + slot * 8);
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace mok
