@@ -41,16 +41,6 @@ __device__ __forceinline__ GateUpChunk load_gate_up(const SwigluBackwardTarget& 
   return {ptx::load_stream_16(gate), ptx::load_stream_16(gate + target.inner)};
 }
 
-__device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void store_shared_pair(uint32_t address, float a, float b) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
-
 // Epilogue of one warp: 16 rows x 256 columns of dh. A quarter of the columns at a time goes through 4 KB of shared memory as fp32, so that a lane then
 // holds eight neighbouring columns of a row. `weight` of lanes 0-15 is the router weight of row `lane`; so is the returned sum for its gradient.
 // `first` and `second` are the chunks of steps 0 and 1, loaded before the products, which hide it.
@@ -67,8 +57,8 @@ __device__ __forceinline__ float store_swiglu_backward(float (&accumulators)[128
     for (uint32_t j = 0; j < 8; ++j) {
       const float* a = accumulators + 4 * (8 * quarter + j);
       const uint32_t chunk = 2 * j + ((lane & 3) >> 1), offset = (lane & 1) * 8;
-      store_shared_pair(chunk_at(lane >> 2, chunk) + offset, a[0], a[1]);
-      store_shared_pair(chunk_at((lane >> 2) + 8, chunk) + offset, a[2], a[3]);
+      ptx::store_shared_pair(chunk_at(lane >> 2, chunk) + offset, a[0], a[1]);
+      ptx::store_shared_pair(chunk_at((lane >> 2) + 8, chunk) + offset, a[2], a[3]);
     }
     __syncwarp();
 #pragma unroll 1
@@ -80,7 +70,7 @@ __device__ __forceinline__ float store_swiglu_backward(float (&accumulators)[128
       const uint32_t row = 4 * i + (lane >> 3), column = lane & 7;
       // Lanes 4-7 of a row read their two chunks the other way round: no bank conflict.
       const bool swapped = column & 4;
-      const float4 one = load_shared_floats(chunk_at(row, 2 * column + swapped)), other = load_shared_floats(chunk_at(row, 2 * column + !swapped));
+      const float4 one = ptx::load_shared_floats(chunk_at(row, 2 * column + swapped)), other = ptx::load_shared_floats(chunk_at(row, 2 * column + !swapped));
       const float4 low = swapped ? other : one, high = swapped ? one : other;
       const float dh[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       const float row_weight = __shfl_sync(0xffffffffu, weight, row);

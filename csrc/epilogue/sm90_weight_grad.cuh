@@ -8,13 +8,12 @@ namespace mok {
 // A gradient's address with two flags in its lowest bits; 0: no gradient is wanted. Matrices lie on 16 bytes.
 constexpr int64_t kGradOverwrite = 1, kGradBf16 = 2, kGradAddress = ~int64_t{15};
 
-__device__ __forceinline__ void add_pair(float* target, float a, float b) {
-  // One addition an element and pass: the order of the tiles does not matter.
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(a), "f"(b) : "memory");
-}
-
-__device__ __forceinline__ void store_pair(float* target, float a, float b) {
-  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(a), "f"(b) : "memory");
+// Asks for one warp's 16 rows of the gradient before the products, so that they wait in L2 when the sum is there.
+__device__ __forceinline__ void prefetch_weight_grad(int64_t grad, int64_t first, int64_t pitch, int32_t columns, uint32_t lane) {
+  if (grad & kGradOverwrite || lane >= 16) return;
+  const int64_t bytes = grad & kGradBf16 ? 2 : 4;
+  const int64_t address = (grad & kGradAddress) + (first + lane * pitch) * bytes;
+  ptx::prefetch_bulk(reinterpret_cast<const void*>(address), static_cast<uint32_t>(min(columns, 256) * bytes));
 }
 
 // The scratch tile in the order of the registers of a warp.
@@ -40,29 +39,46 @@ __device__ __forceinline__ void store_sum(const float (&accumulators)[128], floa
   }
 }
 
+// fp32: a quarter of the columns at a time goes through 4 KB of shared memory, so that whole lines of the gradient are read and written.
+__device__ __forceinline__ void store_fp32_grad(const float (&accumulators)[128], uint32_t staging, float* matrix, bool overwrite, int64_t pitch,
+                                                int32_t columns, uint32_t lane) {
+  // 16 rows of 256 bytes in 16-byte chunks, swizzled by row so that neither side meets a bank conflict.
+  const auto chunk_at = [&](uint32_t row, uint32_t chunk) { return staging + row * 256 + ((chunk ^ (2 * (row & 7))) << 4); };
+  float4* const target = reinterpret_cast<float4*>(matrix + (lane >> 4) * pitch + (lane & 15) * 4);
+#pragma unroll
+  for (uint32_t quarter = 0; quarter < 4; ++quarter) {
+    if (static_cast<int32_t>(quarter) * 64 >= columns) break;
+    float4 before[8];
+    float4* const rows = target + quarter * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) before[i] = overwrite ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcg(rows + i * pitch / 2);
+#pragma unroll
+    for (uint32_t j = 0; j < 8; ++j) {
+      const float* a = accumulators + 4 * (8 * quarter + j);
+      const uint32_t chunk = 2 * j + ((lane & 3) >> 1), offset = (lane & 1) * 8;
+      ptx::store_shared_pair(chunk_at(lane >> 2, chunk) + offset, a[0], a[1]);
+      ptx::store_shared_pair(chunk_at((lane >> 2) + 8, chunk) + offset, a[2], a[3]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const float4 sum = ptx::load_shared_floats(chunk_at(2 * i + (lane >> 4), lane & 15));
+      rows[i * pitch / 2] = make_float4(__fadd_rn(before[i].x, sum.x), __fadd_rn(before[i].y, sum.y), __fadd_rn(before[i].z, sum.z),
+                                        __fadd_rn(before[i].w, sum.w));
+    }
+    __syncwarp();
+  }
+}
+
 // One warp's 16 rows of the tile, from element `first` of the gradient on; `columns` of the matrix lie right of it.
 __device__ __forceinline__ void store_weight_grad(float (&accumulators)[128], uint32_t staging, int64_t grad, int64_t first, int64_t pitch,
                                                   int32_t columns, uint32_t lane) {
-  const int64_t row = lane >> 2;
-  const uint32_t column = 2 * (lane & 3);
   if (!(grad & kGradBf16)) {
-    float* top = reinterpret_cast<float*>(grad & kGradAddress) + first + row * pitch + column;
-    float* bottom = top + 8 * pitch;
-    const bool overwrite = grad & kGradOverwrite;
-#pragma unroll
-    for (uint32_t j = 0; j < 32; ++j) {
-      if (static_cast<int32_t>(8 * j) >= columns) break;
-      const float* a = accumulators + 4 * j;
-      if (overwrite) {
-        store_pair(top + 8 * j, a[0], a[1]);
-        store_pair(bottom + 8 * j, a[2], a[3]);
-      } else {
-        add_pair(top + 8 * j, a[0], a[1]);
-        add_pair(bottom + 8 * j, a[2], a[3]);
-      }
-    }
+    store_fp32_grad(accumulators, staging, reinterpret_cast<float*>(grad & kGradAddress) + first, grad & kGradOverwrite, pitch, columns, lane);
     return;
   }
+  const int64_t row = lane >> 2;
+  const uint32_t column = 2 * (lane & 3);
   __nv_bfloat16* matrix = reinterpret_cast<__nv_bfloat16*>(grad & kGradAddress) + first;
   if (!(grad & kGradOverwrite)) {
     const uint32_t* top = reinterpret_cast<const uint32_t*>(matrix + row * pitch + column);

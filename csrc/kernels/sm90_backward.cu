@@ -6,10 +6,13 @@
 // 128 x 256 tile. Weights are read as they lie (K along their rows in a dgrad), and so are both operands of a weight gradient.
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "../comm/sm90_backward_dispatch.cuh"
 #include "sm90_backward_consumer.cuh"
 #include "sm90_backward_enter.cuh"
 #include "sm90_backward_scheduler.cuh"
+#include "sm90_launch.h"
 
 namespace mok {
 namespace {
@@ -166,6 +169,9 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
     }
     ptx::fence_barrier_init();
+  }
+  ptx::wait_previous_kernel();
+  if (threadIdx.x == 0) {
     shared.context = {params.state,          params.fault,          &params.peers, params.shape.rank, params.shape.ep_size,
                       params.state->call + 1, params.timeout_nanoseconds};
   }
@@ -193,22 +199,31 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   leave_pass(params, shared);
 }
 
+// Multiprocessors of the current device. Its limit on dynamic shared memory is raised at the first call: the setting is one of each device.
+int prepare_device(int* sms) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];
+  int device = 0;
+  int code = cudaGetDevice(&device);
+  if (code != cudaSuccess) return code;
+  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+  *sms = known[device].load();
+  if (*sms != 0) return cudaSuccess;
+  code = cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
+  if (code == cudaSuccess) code = cudaFuncSetAttribute(backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (code == cudaSuccess) known[device].store(*sms);
+  return code;
+}
+
 int launch_backward(const BackwardCall& call, Pass pass, cudaStream_t stream) {
-  static const int kSms = [] {
-    int device = 0, count = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return count;
-  }();
-  // An attribute of the function on the current device.
-  cudaFuncSetAttribute(backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  int sms = 0;
   BackwardParams params;
-  const int code = enter_backward(call, pass, kSms, stream, &params);
-  if (code != 0) return code;
-  const int grid = (kSms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
+  int code = prepare_device(&sms);
+  if (code == cudaSuccess) code = enter_backward(call, pass, sms, stream, &params);
+  if (code != cudaSuccess) return code;
+  const int grid = (sms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
   if (grid <= 0) return cudaErrorInvalidConfiguration;
-  backward_kernel<<<grid, kThreads, kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_chained(backward_kernel, grid, kThreads, kSharedBytes, stream, params);
 }
 
 }  // namespace

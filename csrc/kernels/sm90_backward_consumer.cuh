@@ -127,6 +127,9 @@ __device__ __forceinline__ void run_gemm1(const BackwardParams& params, const Ti
 
 __device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging, uint32_t warp,
                                           uint32_t lane) {
+  const int64_t pitch = tile.second ? params.shape.intermediate : params.shape.hidden, column = tile.tile_n * kWgradCols;
+  const int64_t first = row_offset(tile.tile_m * kWgradRows + warp * 16, pitch) + column;
+  if (!tile.continued) prefetch_weight_grad(tile.grad, first, pitch, static_cast<int32_t>(pitch - column), lane);
   float accumulators[128];
   if (tile.continues && tile.store) {
     load_sum(accumulators, tile.scratch, warp, lane);
@@ -142,8 +145,6 @@ __device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Ti
     store_sum(accumulators, tile.scratch, warp, lane);
     return;
   }
-  const int64_t pitch = tile.second ? params.shape.intermediate : params.shape.hidden, column = tile.tile_n * kWgradCols;
-  const int64_t first = row_offset(tile.tile_m * kWgradRows + warp * 16, pitch) + column;
   store_weight_grad(accumulators, staging, tile.grad, first, pitch, static_cast<int32_t>(pitch - column), lane);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90_backward_params.cuh"
+#include "sm90_launch.h"
 #include "sm90_tensor_map.h"
 
 namespace mok {
@@ -45,6 +46,8 @@ __device__ __forceinline__ void copy_chunks(const uint4* source, uint4* target, 
 
 __global__ void __launch_bounds__(kBackwardEnterThreads) backward_enter_kernel(const __grid_constant__ BackwardEnterParams params) {
   __shared__ Plan plan;
+  ptx::allow_next_kernel();
+  ptx::wait_previous_kernel();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBackwardEnterThreads + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kBackwardEnterThreads;
   // Every block writes the same table of macrobatches and reads what it wrote.
@@ -163,7 +166,8 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
     params.grads13[e] = recompute ? 0 : call.grads13[e];
     params.grads2[e] = recompute ? 0 : call.grads2[e];
   }
-  backward_enter_kernel<<<sms, kBackwardEnterThreads, 0, stream>>>(enter);
+  const int launched = launch_chained(backward_enter_kernel, sms, kBackwardEnterThreads, 0, stream, enter);
+  if (launched != cudaSuccess) return launched;
 
   params.peers = call.peers;
   params.shape = shape;
@@ -190,7 +194,7 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
   params.state = enter.state;
   params.fault = reinterpret_cast<FaultRecord*>(call.fault);
   params.topk = static_cast<int32_t>(call.topk);
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 }  // namespace

@@ -172,6 +172,16 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_pair(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
 // ---- global memory -----------------------------------------------------------------------------------------------------------------------
 
 // Data that is read once, from this GPU or a peer: it must not push weights and tables out of L1.
@@ -182,6 +192,11 @@ __device__ __forceinline__ uint4 load_stream_16(const void* address) {
                : "l"(address)
                : "memory");
   return v;
+}
+
+// `bytes` and the address are multiples of 16.
+__device__ __forceinline__ void prefetch_bulk(const void* address, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void store_16(void* address, uint4 v) {
