@@ -160,16 +160,23 @@ def device_schedule(workspace: MoKWorkspace, call: DeviceCall, topk_experts: tor
     return workspace.executor.build_schedule(routes, call.limit_seconds)
 
 
+def _check_contiguous(inputs: PassInputs) -> None:
+    """Raise MoKArgumentError where a weight is not contiguous: the kernels read it where it lies."""
+    for name, weights in (("w13", inputs.w13), ("w2", inputs.w2)):
+        if weights is None:
+            continue
+        for index, weight in enumerate((weights,) if isinstance(weights, torch.Tensor) else weights):
+            if not weight.is_contiguous():
+                raise MoKArgumentError(f"{name}[{index}]: strides {weight.stride()} must be those of a contiguous matrix on a GPU")
+
+
 def device_forward(workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig, schedule: MoKSchedule, inputs: PassInputs) -> torch.Tensor:
     """Launch the forward megakernel. Returns y [T, H], not yet computed.
 
     Raises:
         MoKArgumentError: a weight is not contiguous.
     """
-    for name, weights in (("w13", inputs.w13), ("w2", inputs.w2)):
-        for index, weight in enumerate((weights,) if isinstance(weights, torch.Tensor) else weights):
-            if not weight.is_contiguous():
-                raise MoKArgumentError(f"{name}[{index}]: strides {weight.stride()} must be those of a contiguous matrix on a GPU")
+    _check_contiguous(inputs)
     return workspace.executor.forward(
         schedule,
         inputs.x.contiguous(),
@@ -179,5 +186,50 @@ def device_forward(workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig,
         context=inputs.context,
         timeout_seconds=call.limit_seconds,
         num_comm_sms=config.fwd_num_comm_sms or 0,
+        sm_reserve=config.sm_reserve,
+    )
+
+
+def device_recompute(workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig, schedule: MoKSchedule, inputs: PassInputs) -> None:
+    """Launch what fills inputs.context again.
+
+    Raises:
+        MoKArgumentError: a weight is not contiguous.
+    """
+    _check_contiguous(inputs)
+    workspace.executor.recompute(
+        schedule,
+        inputs.x.contiguous(),
+        inputs.router_weights.contiguous(),
+        inputs.w13,
+        context=inputs.context,
+        timeout_seconds=call.limit_seconds,
+        sm_reserve=config.sm_reserve,
+    )
+
+
+def device_backward(
+    workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig, schedule: MoKSchedule, inputs: PassInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the backward megakernel. Returns dx [T, H] and d_router_weights fp32 [T, K]; weight gradients go to their targets.
+
+    Raises:
+        MoKArgumentError: a weight, a gradient or a part of the context is not contiguous, or a gradient does not lie on 16 bytes.
+    """
+    _check_contiguous(inputs)
+    for name, tensor in (("ctx.x_rows", inputs.context.x_rows), ("ctx.gate_up", inputs.context.gate_up)):
+        if not tensor.is_contiguous():
+            raise MoKArgumentError(f"{name}: strides {tensor.stride()} must be those of a contiguous matrix on a GPU")
+    return workspace.executor.backward(
+        schedule,
+        inputs.context,
+        inputs.dy.contiguous(),
+        inputs.x.contiguous(),
+        inputs.router_weights.contiguous(),
+        inputs.w13,
+        inputs.w2,
+        inputs.grads13,
+        inputs.grads2,
+        timeout_seconds=call.limit_seconds,
         sm_reserve=config.sm_reserve,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mok_megatron.config import MoKConfig
-from mok_megatron.device_calls import device_call, device_forward, device_schedule
+from mok_megatron.device_calls import device_backward, device_call, device_forward, device_recompute, device_schedule
 from mok_megatron.errors import MoKArgumentError
 from mok_megatron.executors.cpu import PassInputs, WeightGradTarget
 from mok_megatron.host_calls import host_call, host_pass, host_schedule
@@ -41,11 +41,6 @@ def _call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassT
     if workspace.device.type == "cuda":
         return device_call(workspace, config, kind, tag)
     return host_call(workspace, config, kind, tag)
-
-
-def _require_host(workspace: MoKWorkspace, function: str) -> None:
-    if workspace.device.type != "cpu":
-        raise MoKArgumentError(f"device={workspace.device}: {function} runs on the CPU only in this version; GPUs run the forward")
 
 
 def _check_tensor(name: str, value: object, sizes: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
@@ -188,7 +183,9 @@ def recompute_forward_context(
     with _call(workspace, config, CallKind.RECOMPUTE, tag) as state:
         _check_tokens(workspace, schedule, x, router_weights)
         inputs = PassInputs(x, router_weights, _w13(w13, workspace), context=_new_context(workspace))
-        _require_host(workspace, "recompute_forward_context")
+        if workspace.device.type == "cuda":
+            device_recompute(workspace, state, config, schedule, inputs)
+            return inputs.context
         host_pass(workspace, state, Pass.RECOMPUTE, schedule, inputs)
         return inputs.context
 
@@ -262,7 +259,8 @@ def backward(
                 raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {type(pair).__name__}")
         inputs.grads13 = _targets("w13", main_grads[0], overwrite_main_grads[0], workspace, 2 * inner, hidden)
         inputs.grads2 = _targets("w2", main_grads[1], overwrite_main_grads[1], workspace, hidden, inner)
-        _require_host(workspace, "backward")
-        outputs = host_pass(workspace, state, Pass.BACKWARD, schedule, inputs)
         dw13, dw2 = main_grads if fresh else (None, None)
+        if workspace.device.type == "cuda":
+            return *device_backward(workspace, state, config, schedule, inputs), dw13, dw2
+        outputs = host_pass(workspace, state, Pass.BACKWARD, schedule, inputs)
         return outputs.tokens, outputs.d_router_weights, dw13, dw2
