@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests that need a Hopper GPU: ./scripts/gpu_tests.sh [forward] [pytest arguments]
+# Tests that need a Hopper GPU: ./scripts/gpu_tests.sh [forward|backward|all] [pytest arguments]
 # Builds the kernels in place where the library has none, runs tests/gpu (what needs two GPUs is skipped with one), then small passes under
 # compute-sanitizer where that is installed. MOK_PYTHON: the interpreter that has torch; default: python3.
 set -euo pipefail
@@ -8,12 +8,14 @@ cd "$ROOT"
 python=${MOK_PYTHON:-python3}
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
-what=${1:-forward}
+what=${1:-all}
 [ $# -eq 0 ] || shift
 case "$what" in
 forward) tests=(tests/gpu/test_schedule.py tests/gpu/test_forward.py tests/gpu/test_functional.py) ;;
+backward) tests=(tests/gpu/test_backward.py tests/gpu/test_functional_backward.py) ;;
+all) tests=(tests/gpu) ;;
 *)
-    echo "gpu_tests.sh: '$what' is not a group of tests; there is: forward" >&2
+    echo "gpu_tests.sh: '$what' is not a group of tests; there are: forward, backward, all" >&2
     exit 2
     ;;
 esac

@@ -86,7 +86,8 @@ __device__ __forceinline__ void run_backward_communication(const BackwardParams&
     if (!__shfl_sync(0xffffffffu, ready, 0)) return;
     if (task.kind != TaskKind::kSignalDone) {
       fetch_backward_rows(params, task, part * kFetchRows, kFetchRows, lane);
-    } else if (part == 0 && lane < params.shape.ep_size) {
+    } else if (part == 0 && lane < params.shape.ep_size && !pass_aborted(context)) {
+      // A pass that was aborted says so by its status word, and never that it is done.
       __threadfence_system();
       ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[lane]) + params.shape.rank * kFlagWords + kFlagDone, context.call);
     }
