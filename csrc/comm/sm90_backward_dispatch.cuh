@@ -61,7 +61,10 @@ __device__ __forceinline__ void help_backward_opening(const BackwardParams& para
   for (int polls = 0; polls < kPolls; ++polls) {
     const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
                       ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
-    if (__all_sync(0xffffffffu, here)) {
+    const bool all = __all_sync(0xffffffffu, here);
+    // What a lane has acquired, the others may read.
+    __syncwarp();
+    if (all) {
       fetch_backward_opening(params, backward_opening_rows(params), lane);
       return;
     }
@@ -84,6 +87,7 @@ __device__ __forceinline__ void run_backward_communication(const BackwardParams&
     bool ready = true;
     if (lane == 0 && task.targets[0] != 0) ready = wait_counter(context, params.counters + task.waits[0], task.targets[0]);
     if (!__shfl_sync(0xffffffffu, ready, 0)) return;
+    __syncwarp();
     if (task.kind != TaskKind::kSignalDone) {
       fetch_backward_rows(params, task, part * kFetchRows, kFetchRows, lane);
     } else if (part == 0 && lane < params.shape.ep_size && !pass_aborted(context)) {

@@ -99,6 +99,7 @@ struct ScheduleCall {
 
 namespace mok {
 int load_schedule_kernels();
+int load_backward_kernels();
 }
 
 extern "C" {

@@ -227,6 +227,16 @@ int launch_backward(const BackwardCall& call, Pass pass, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int load_backward_kernels() {
+  int sms = 0;
+  cudaFuncAttributes attributes;
+  int code = prepare_device(&sms);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, backward_kernel);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, backward_enter_kernel);
+  return code;
+}
+
 }  // namespace mok
 
 extern "C" int mok_sm90_backward(const mok::BackwardCall* call, void* stream) {

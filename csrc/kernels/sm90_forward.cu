@@ -375,6 +375,7 @@ extern "C" int mok_sm90_load() {
   int code = mok::prepare_device(&sms);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::forward_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::enter_kernel);
+  if (code == cudaSuccess) code = mok::load_backward_kernels();
   return code == cudaSuccess ? mok::load_schedule_kernels() : code;
 }
 

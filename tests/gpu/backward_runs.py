@@ -66,9 +66,7 @@ class Pass:
     def new_grads(self, dtype: torch.dtype, value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
         local = self.group.local
         return [
-            tuple(
-                torch.full((local, *w.shape[1:]), value, dtype=dtype, device=device) for w in (self.problem.w13, self.problem.w2)
-            )
+            tuple(torch.full((local, *w.shape[1:]), value, dtype=dtype, device=device) for w in (self.problem.w13, self.problem.w2))
             for device in self.group.devices
         ]
 

@@ -100,9 +100,7 @@ def test_padding_of_the_weights_grads_is_left_alone() -> None:
     dys = random_dy(problem, 5)
     run = Pass(_group(problem), problem, dys)
     for dtype in (torch.float32, torch.bfloat16):
-        guarded = [
-            torch.full((4, w.shape[1] + 128, w.shape[2]), 3.0, dtype=dtype, device="cuda") for w in (problem.w13, problem.w2)
-        ]
+        guarded = [torch.full((4, w.shape[1] + 128, w.shape[2]), 3.0, dtype=dtype, device="cuda") for w in (problem.w13, problem.w2)]
         inner = tuple(g[:, 64:-64] for g in guarded)
         run.backward([inner], overwrite=True)
         for g in guarded:
