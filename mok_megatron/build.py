@@ -11,6 +11,11 @@ from mok_megatron.errors import MoKBuildError
 _FOLDER = Path(__file__).resolve().parent
 LIBRARY = _FOLDER / "_C.abi3.so"
 BUILD_INFO = _FOLDER / "_build_info.json"
+# How far GPUs are served, for everything that has to say it.
+ON_GPUS = (
+    "in this version Megatron trains with MoK on the CPU executor only; the GPU kernels, forward and backward, are reached through "
+    "mok_megatron.functional and have not run under Megatron"
+)
 _REBUILD = "build it for this environment: pip install --no-build-isolation ."
 
 

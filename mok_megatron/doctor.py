@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mok_megatron.build import ON_GPUS
 from mok_megatron.config import CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK, MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKUnsupportedError
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-
-ON_GPUS = "this version has no backward pass for GPUs yet, so training runs on the CPU executor"
 
 APEX_BUILD_ROUTE = (
     "NVIDIA's APEX is not on PyPI; it is built from its own source: git clone https://github.com/NVIDIA/apex, then in "

@@ -99,14 +99,11 @@ def _machine() -> dict[str, object]:
     import torch
 
     from mok_megatron import __version__
-    from mok_megatron.doctor import ON_GPUS, find_gpus
+    from mok_megatron.build import ON_GPUS
+    from mok_megatron.doctor import find_gpus
 
     gpus = find_gpus()
-    reason = (
-        f"{len(gpus)} GPU(s) found and left unused: {ON_GPUS}"
-        if gpus
-        else "no NVIDIA GPU found"
-    )
+    reason = f"{len(gpus)} GPU(s) found and left unused: {ON_GPUS}" if gpus else "no NVIDIA GPU found"
     return {
         "executor": "CPU executor",
         "executor_reason": reason,

@@ -7,6 +7,8 @@ import inspect
 import logging
 from typing import Any
 
+import torch
+
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKUnsupportedError
 from mok_megatron.megatron import arguments, compat, metrics, microbatch, settings, support
@@ -81,7 +83,7 @@ def _build_mok_layer(build: Any, layer: Any, run: settings.RunSettings, args: An
     if (run_args := compat.training_args()) is not None:
         support.require_supported(run_args)  # of a YAML file, or changed since they were parsed
     support.require_supported(config)
-    support.require_runnable(on_gpu=False)
+    support.require_runnable(on_gpu=torch.cuda.is_available())
     if type(layer) is not moe_layer.MoELayer:
         raise MoKUnsupportedError(f"--moe-backend=mok takes the place of MoELayer's experts, and {type(layer).__name__} is a class of its own")
     pg_collection = bound.get("pg_collection")

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mok_megatron import build
 from mok_megatron.errors import MoKBuildError, MoKUnsupportedError
 from mok_megatron.megatron.feature_table import FEATURES, MISSING, Feature, Values
@@ -86,15 +84,16 @@ def require_runnable(*, on_gpu: bool) -> None:
     """Refuses to start where MoK was asked for and cannot run; there is no silent other way.
 
     Args:
-        on_gpu: the run will use the GPU, for which kernels must have been built.
+        on_gpu: the run will use the GPU.
 
     Raises:
-        MoKBuildError: the compiled library is missing, does not fit, or has no kernels for this GPU.
+        MoKUnsupportedError: training on a GPU was asked for.
+        MoKBuildError: the compiled library is missing or does not fit.
     """
+    if on_gpu:
+        raise MoKUnsupportedError(f"--moe-backend=mok cannot train on a GPU yet: {build.ON_GPUS}")
     try:
         build.load_library()
-        if on_gpu:
-            build.check_device_architecture(build.build_info(), torch.cuda.get_device_capability())
     except MoKBuildError as error:
         raise MoKBuildError(f"--moe-backend=mok was asked for and cannot run here: {error}") from error
 

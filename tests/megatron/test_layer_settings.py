@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mok_megatron import MoKArgumentError, MoKCapacityError, MoKConfig, MoKUnsupportedError
-from mok_megatron.megatron import install, layer, microbatch, set_microbatch
+from mok_megatron.megatron import compat, install, layer, microbatch, set_microbatch
 from tests.distributed import RankPool
 from tests.megatron import helpers
 from tests.megatron.helpers import assert_same_numbers, build_layer, make_config, make_mok, run_layer, start_megatron, tokens
@@ -82,6 +82,7 @@ def test_the_workspace_is_sized_from_megatrons_arguments() -> None:
 def test_megatrons_arguments_reach_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     start_megatron(1)
     args = Namespace(moe_backend="mok", mok_minibatch_size=128, seq_length=48, micro_batch_size=2, num_experts=4, fp16=False)
+    compat.find_module("megatron.training.arguments")  # its own import needs the real global_vars
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", Namespace(get_args=lambda: args))
     mok = build_layer(None, make_config())
     assert mok._mok_settings.config.minibatch_size == 128

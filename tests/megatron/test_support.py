@@ -170,3 +170,8 @@ def test_a_missing_library_is_an_error_that_names_the_flag(monkeypatch: pytest.M
     monkeypatch.setattr(build, "load_library", missing)
     with pytest.raises(MoKBuildError, match=r"--moe-backend=mok was asked for.*not built.*build it"):
         support.require_runnable(on_gpu=False)
+
+
+def test_training_on_a_gpu_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(MoKUnsupportedError, match=r"--moe-backend=mok cannot train on a GPU yet: .*CPU executor only"):
+        support.require_runnable(on_gpu=True)
