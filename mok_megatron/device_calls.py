@@ -15,6 +15,7 @@ from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
 from mok_megatron.executors.cpu import PassInputs
 from mok_megatron.protocol import FATAL_RECORD, TEXT_BYTES, CallKind, PassTag, StatusCode, StatusWord, fatal_status_words
+from mok_megatron.rendezvous import name_members
 from mok_megatron.schedule import MoKSchedule
 from mok_megatron.workspace import MoKWorkspace
 
@@ -59,7 +60,8 @@ def device_fault(workspace: MoKWorkspace) -> MoKError | None:
     call = workspace.call_log.find(number)
     tag = call.tag if call else PassTag()
     name = f"{call.kind.name.lower()} of {tag} (call {number})" if call else f"call {number}"
-    where = f"rank {workspace.rank} of {workspace.ep_size}, {name}"
+    who = name_members(workspace.members, [workspace.rank, *(rank for rank in range(workspace.ep_size) if missing >> rank & 1)])
+    where = f"rank {workspace.rank} of {workspace.ep_size}{f' ({who})' if who else ''}, {name}"
     if code == _BAD_ROUTE:
         kind, token, slot, expert = detail[:4]
         rule = f"must be -1 or in [0, {workspace.shape.num_experts})" if kind == 1 else "must not repeat inside a token's row"
@@ -104,8 +106,10 @@ def device_call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag:
     """One numbered call. An error in it is published to the peers' kernels, and is fatal for the workspace."""
     workspace.check_usable()
     raise_device_fault(workspace)
-    call = DeviceCall(kind, tag or PassTag(), config.timeout_seconds)
+    known = isinstance(config, MoKConfig)
+    call = DeviceCall(kind, tag or PassTag(), config.timeout_seconds if known else workspace.timeout_seconds)
     try:
+        workspace.check_config(config)
         yield call
     except BaseException as error:
         fault = error if isinstance(error, MoKError) else MoKError(f"rank {workspace.rank}: {error!r}")

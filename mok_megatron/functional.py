@@ -50,6 +50,8 @@ def _check_tensor(name: str, value: object, sizes: Sequence[int | None], dtypes:
     if len(shape) != len(sizes) or any(w is not None and w != s for w, s in zip(sizes, shape, strict=True)):
         wanted = "[" + ", ".join("*" if size is None else str(size) for size in sizes) + "]"
         raise MoKArgumentError(f"{name}: shape {list(shape)} must be {wanted}")
+    if value.layout != torch.strided:
+        raise MoKArgumentError(f"{name}: layout {value.layout} must be dense (torch.strided)")
     if value.dtype not in dtypes:
         raise MoKArgumentError(f"{name}: dtype {value.dtype} must be {' or '.join(map(str, dtypes))}")
     if value.device != device:
@@ -64,6 +66,8 @@ def _expert_matrices(
     if isinstance(value, torch.Tensor):
         _check_tensor(name, value, (experts, rows, cols), dtypes, workspace.device)
         return list(value.unbind(0))
+    if isinstance(value, torch.nn.ParameterList):
+        value = list(value)
     if not isinstance(value, Sequence) or len(value) != experts:
         got = f"{len(value)} entries" if isinstance(value, Sequence) else type(value).__name__
         raise MoKArgumentError(f"{name}: must be a tensor or a sequence of {experts} tensors, one a local expert; is {got}")
@@ -99,6 +103,12 @@ def _w2(value: object, workspace: MoKWorkspace) -> WeightArgument:
 def _check_tokens(workspace: MoKWorkspace, schedule: object, x: torch.Tensor, router_weights: torch.Tensor, x_name: str = "x") -> None:
     if not isinstance(schedule, MoKSchedule):
         raise MoKArgumentError(f"schedule: must be a MoKSchedule, is {type(schedule).__name__}")
+    made_for = (schedule.row_source_rank.shape[0], schedule.expert_rows.shape[0], schedule.topk_experts.shape[1])
+    if made_for != (workspace.capacity_rows, workspace.num_local_experts, workspace.topk):
+        raise MoKArgumentError(
+            f"schedule: is of another workspace: its rows, local experts and topk are {made_for}, must be "
+            f"{(workspace.capacity_rows, workspace.num_local_experts, workspace.topk)}"
+        )
     _check_tensor(x_name, x, (schedule.num_tokens, workspace.hidden_size), (workspace.dtype,), workspace.device)
     _check_tensor("router_weights", router_weights, (schedule.num_tokens, workspace.topk), (torch.float32,), workspace.device)
 
@@ -201,6 +211,16 @@ def _targets(name: str, grads: GradArgument, overwrite: object, workspace: MoKWo
     return [WeightGradTarget(tensor, flag) for tensor, flag in zip(tensors, flags, strict=True)]
 
 
+def _check_apart(targets: Sequence[WeightGradTarget]) -> None:
+    """Gradients are written expert by expert: no two of them may share memory."""
+    tensors = [target.tensor for target in targets if target.tensor is not None]
+    for tensor in tensors:
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise MoKArgumentError(f"main_grads: strides {tensor.stride()} must not be 0: elements would share memory")
+    if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
+        raise MoKArgumentError("main_grads: the gradients of two experts or of w13 and w2 start at one address, they must not share memory")
+
+
 def _fresh_like(weights: WeightArgument) -> torch.Tensor | list[torch.Tensor]:
     if isinstance(weights, torch.Tensor):
         return torch.empty_like(weights)
@@ -259,6 +279,8 @@ def backward(
                 raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {type(pair).__name__}")
         inputs.grads13 = _targets("w13", main_grads[0], overwrite_main_grads[0], workspace, 2 * inner, hidden)
         inputs.grads2 = _targets("w2", main_grads[1], overwrite_main_grads[1], workspace, hidden, inner)
+        if not fresh:
+            _check_apart([*inputs.grads13, *inputs.grads2])
         dw13, dw2 = main_grads if fresh else (None, None)
         if workspace.device.type == "cuda":
             return *device_backward(workspace, state, config, schedule, inputs), dw13, dw2

@@ -23,10 +23,12 @@ def host_call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: P
     """
     workspace.check_usable()
     protocol = workspace.protocol
-    state = CallState(protocol, protocol.call, kind, tag or PassTag(), config.timeout_seconds)
+    known = isinstance(config, MoKConfig)
+    state = CallState(protocol, protocol.call, kind, tag or PassTag(), config.timeout_seconds if known else workspace.timeout_seconds)
     workspace.in_call = True
     try:
         try:
+            workspace.check_config(config)
             yield state
         except MoKArgumentError as error:
             protocol.publish_status(state.call, StatusCode.REFUSED, str(error))
@@ -87,7 +89,7 @@ class _ArrivalWait(FlagWait):
 
 def needed_rows(topk_experts: torch.Tensor, num_tokens: list[int], num_experts: int, num_local_experts: int) -> list[int]:
     """Padded rows that each rank would need."""
-    counts = torch.zeros(num_experts, dtype=torch.int64)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
     for rank, tokens in enumerate(num_tokens):
         routes = topk_experts[rank, :tokens].flatten()
         counts += torch.bincount(routes[routes >= 0], minlength=num_experts)

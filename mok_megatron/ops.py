@@ -186,12 +186,12 @@ def _decode_task(row: list[int]) -> Task:
 
 def tile_sizes() -> TileSizes:
     """The tile shapes that the library was compiled with."""
-    return TileSizes(*_OPS.tile_sizes(torch.empty(0)).tolist())
+    return TileSizes(*_OPS.tile_sizes(torch.empty(0, device="cpu")).tolist())
 
 
 def row_offset(row: int, row_elements: int) -> int:
     """Element offset of a row, in 64 bits, by the function that the kernels use."""
-    return int(_OPS.row_offset(row, row_elements, torch.empty(0)))
+    return int(_OPS.row_offset(row, row_elements, torch.empty(0, device="cpu")))
 
 
 def find_route_fault(topk_experts: torch.Tensor, num_experts: int) -> tuple[RouteFaultKind, int, int, int]:

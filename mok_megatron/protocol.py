@@ -23,7 +23,8 @@ from typing import Protocol as TypingProtocol
 import torch
 
 from mok_megatron import ops
-from mok_megatron.errors import MoKError, MoKPeerError, MoKTimeoutError
+from mok_megatron.errors import MoKArgumentError, MoKError, MoKPeerError, MoKTimeoutError
+from mok_megatron.rendezvous import Member, name_members
 
 TEXT_BYTES = 2048
 
@@ -78,6 +79,12 @@ class PassTag:
     layer: int | None = None
     microbatch: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("layer", "microbatch"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise MoKArgumentError(f"{name}={value!r} of a PassTag: must be None or an integer that is not negative")
+
     def __str__(self) -> str:
         layer = "unknown" if self.layer is None else str(self.layer)
         microbatch = "unknown" if self.microbatch is None else str(self.microbatch)
@@ -125,10 +132,12 @@ class GroupProtocol:
         flags: FlagMemory of every rank, this one's included.
         call_number: int64 [1], the number of the last finished call. It lives in memory that a replayed launch reads again, never in an
             argument of a launch.
+        members: the processes of the group, for messages; empty where they are not known.
     """
 
-    def __init__(self, rank: int, flags: Sequence[FlagMemory], call_number: torch.Tensor) -> None:
+    def __init__(self, rank: int, flags: Sequence[FlagMemory], call_number: torch.Tensor, members: Sequence[Member] = ()) -> None:
         self.rank = rank
+        self.members = members
         self.ep_size = len(flags)
         self.flags = flags
         self._call_number = call_number
@@ -226,23 +235,29 @@ class CallState:
     def name(self) -> str:
         return f"{self.kind.name.lower()} of {self.tag} (call {self.call})"
 
-    def check_peers(self) -> None:
-        """Raise when a peer refused this call or is lost."""
+    def check_peers(self, flag: Flag) -> None:
+        """Raise when a peer refused this call or is lost, while a flag is waited for."""
         for peer in range(self.protocol.ep_size):
             if peer != self.protocol.rank:
-                self._check_peer(peer)
+                self._check_peer(peer, flag)
 
-    def _check_peer(self, peer: int) -> None:
+    def _check_peer(self, peer: int, flag: Flag) -> None:
         where = f"rank {self.protocol.rank}, {self.name}"
         fault = self.protocol.fatal_fault(peer)
         if fault is not None:
             code, text, missing = fault
-            if code == StatusCode.TIMED_OUT:
-                raise self.timeout_error(Flag.DONE, missing, f"rank {peer} reports: {text}")
-            raise MoKPeerError(f"{where}: rank {peer} failed: {text}", peer=peer)
+            if code == StatusCode.TIMED_OUT and self.protocol.rank not in missing:
+                raise self.timeout_error(flag, missing, f"rank {peer} reports: {text}")
+            verb = "gave up waiting for this rank" if code == StatusCode.TIMED_OUT else "failed"
+            raise MoKPeerError(f"{where}: rank {peer} {verb}: {text}{self.who([peer])}", peer=peer)
         refusal = self.protocol.refusal(peer, self.call)
         if refusal is not None:
-            raise MoKPeerError(f"{where}: rank {peer} refused it: {refusal}", peer=peer)
+            raise MoKPeerError(f"{where}: rank {peer} refused it: {refusal}{self.who([peer])}", peer=peer)
+
+    def who(self, ranks: Sequence[int]) -> str:
+        """Which processes these ranks of the group are, and this one, for the end of a message."""
+        names = name_members(self.protocol.members, [self.protocol.rank, *ranks])
+        return f" ({names})" if names else ""
 
     def timeout_error(self, flag: Flag, missing: Sequence[int], detail: str = "") -> MoKTimeoutError:
         arrivals = self.protocol.arrivals(flag)
@@ -252,7 +267,7 @@ class CallState:
         message = (
             f"rank {self.protocol.rank} of {self.protocol.ep_size}: rank(s) {', '.join(map(str, missing))} missing in "
             f"{self.kind.name.lower()} of {self.tag}; phase '{flag.name.lower()}', expected call {self.call} of "
-            f"{self.protocol.ep_size} ranks, arrived {count} ({seen}); waited {waited:.1f} s, limit {self.limit_seconds:g} s"
+            f"{self.protocol.ep_size} ranks, arrived {count} ({seen}); waited {waited:.1f} s, limit {self.limit_seconds:g} s{self.who(missing)}"
         )
         return MoKTimeoutError(
             f"{message}; {detail}" if detail else message,
@@ -280,7 +295,7 @@ class FlagWait:
         protocol, call = self.state.protocol, self.state.call
         # Loads are ordered: a peer stores its status before its flag, so a status that belongs to an arrived flag is seen here.
         ready = all(protocol.arrived(self.flag, peer, call) for peer in self.peers)
-        self.state.check_peers()
+        self.state.check_peers(self.flag)
         if ready and self.flag == Flag.ENTERED:
             for peer in self.peers:
                 protocol.check_signature(peer, call, self.state.kind, self.state.tag)

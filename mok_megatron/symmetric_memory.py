@@ -1,5 +1,6 @@
 """How the ranks of a group map each other's buffers: POSIX shared memory on the CPU, torch symmetric memory on GPUs."""
 
+import contextlib
 import mmap
 import os
 import socket
@@ -7,16 +8,10 @@ import uuid
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mok_megatron.buffers import SymmetricBuffers, WorkspaceShape
 from mok_megatron.errors import MoKArgumentError, MoKError, MoKUnsupportedError
-
-
-def all_gather(value: Any, group: Any, ep_size: int) -> list[Any]:
-    gathered: list[Any] = [None] * ep_size
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+from mok_megatron.rendezvous import gather
 
 
 def _shared_memory(name: str, size: int, create: bool) -> torch.Tensor:
@@ -38,18 +33,27 @@ def _shared_memory(name: str, size: int, create: bool) -> torch.Tensor:
         os.close(descriptor)
 
 
-def map_host_buffers(shape: WorkspaceShape, group: Any, rank: int) -> list[SymmetricBuffers]:
+def map_host_buffers(shape: WorkspaceShape, group: Any, rank: int, timeout_seconds: float) -> list[SymmetricBuffers]:
+    """Every rank's buffers in this process; zero when the group starts.
+
+    Raises (on every rank):
+        MoKArgumentError: shared memory is too small on some rank.
+        MoKUnsupportedError: the group spans hosts.
+        MoKTimeoutError: a rank did not come.
+    """
     size = SymmetricBuffers.num_bytes(shape)
     if shape.ep_size == 1:
-        memory = torch.zeros(size, dtype=torch.uint8)
+        memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
         return [SymmetricBuffers.from_memory(shape, memory)]
     name, own, fault = f"mok_megatron_{uuid.uuid4().hex}", None, None
+    names = [name]
     try:
-        own = _shared_memory(name, size, create=True)
-    except (MoKError, OSError) as error:
-        fault = str(error)
-    gathered = all_gather((socket.gethostname(), name, fault), group, shape.ep_size)
-    try:
+        try:
+            own = _shared_memory(name, size, create=True)
+        except (MoKError, OSError) as error:
+            fault = str(error)
+        gathered = gather(group, (socket.gethostname(), name, fault), timeout_seconds, "sharing memory")
+        names = [peer_name for _, peer_name, _ in gathered]
         faults = [f"rank {r}: {text}" for r, (_, _, text) in enumerate(gathered) if text is not None]
         if faults:
             raise MoKArgumentError("; ".join(faults))
@@ -58,16 +62,20 @@ def map_host_buffers(shape: WorkspaceShape, group: Any, rank: int) -> list[Symme
             raise MoKUnsupportedError(
                 f"the expert-parallel group spans hosts {sorted(hosts)}: on the CPU its ranks must be processes of one host"
             )
-        maps = [own if r == rank else _shared_memory(peer_name, size, create=False) for r, (_, peer_name, _) in enumerate(gathered)]
-        dist.barrier(group=group)
+        maps = [own if r == rank else _shared_memory(peer_name, size, create=False) for r, peer_name in enumerate(names)]
+        gather(group, None, timeout_seconds, "mapping shared memory")
+        names = [name]
     finally:
-        # Mapped everywhere or failed everywhere: the name is not needed any more, and no crash leaves it behind.
-        if own is not None:
-            os.unlink(os.path.join("/dev/shm", name))
+        # Mapped everywhere, or failed: nobody needs a name any more. After a failure a rank that died cannot remove its own.
+        for each in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join("/dev/shm", each))
     return [SymmetricBuffers.from_memory(shape, memory) for memory in maps]
 
 
-def map_device_buffers(shape: WorkspaceShape, group: Any, rank: int, device: torch.device) -> list[SymmetricBuffers]:
+def map_device_buffers(
+    shape: WorkspaceShape, group: Any, rank: int, device: torch.device, timeout_seconds: float
+) -> list[SymmetricBuffers]:
     """Every rank's buffers as this GPU's kernels address them; flags are zero. No multicast mapping is made or used.
 
     Raises:
@@ -86,7 +94,7 @@ def map_device_buffers(shape: WorkspaceShape, group: Any, rank: int, device: tor
         handle = symmetric_memory.rendezvous(memory, group)
     except RuntimeError as error:
         fault = str(error)
-    faults = [f"rank {r}: {text}" for r, text in enumerate(all_gather(fault, group, shape.ep_size)) if text is not None]
+    faults = [f"rank {r}: {text}" for r, text in enumerate(gather(group, fault, timeout_seconds, "sharing memory")) if text is not None]
     if faults:
         raise MoKUnsupportedError(f"the GPUs of the expert-parallel group cannot share memory: {'; '.join(faults)}")
     maps = [memory if r == rank else handle.get_buffer(r, (size,), torch.uint8) for r in range(shape.ep_size)]

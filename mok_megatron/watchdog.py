@@ -14,6 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from mok_megatron.errors import MoKError, MoKPeerError
+from mok_megatron.rendezvous import name_members
 
 if TYPE_CHECKING:
     from mok_megatron.workspace import MoKWorkspace
@@ -57,7 +58,8 @@ def find_fault(workspace: "MoKWorkspace") -> MoKError | None:
             continue
         fault = protocol.fatal_fault(peer)
         if fault is not None:
-            return MoKPeerError(f"rank {workspace.rank}: rank {peer} is lost: {fault[1]}", peer=peer)
+            who = name_members(workspace.members, [workspace.rank, peer])
+            return MoKPeerError(f"rank {workspace.rank}: rank {peer} is lost: {fault[1]}" + (f" ({who})" if who else ""), peer=peer)
     return None
 
 

@@ -2,18 +2,20 @@
 
 import atexit
 import dataclasses
-import datetime
-import time
+import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from mok_megatron.buffers import Rings, SymmetricBuffers, WorkspaceShape
+from mok_megatron.build import build_info, check_device_architecture
 from mok_megatron.config import MoKConfig
-from mok_megatron.errors import MoKArgumentError, MoKBuildError, MoKError, MoKTimeoutError
+from mok_megatron.errors import MoKArgumentError, MoKError
 from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, GroupProtocol, PassTag, StatusCode, poll
-from mok_megatron.symmetric_memory import all_gather, map_device_buffers, map_host_buffers
+from mok_megatron.rendezvous import Member, gather
+from mok_megatron.symmetric_memory import map_device_buffers, map_host_buffers
 
 if TYPE_CHECKING:
     pass
@@ -36,19 +38,21 @@ class MoKWorkspace:
         group: Any = None,
         num_sms: int = 1,
         timeout_seconds: float = MoKConfig.timeout_seconds,
+        members: Sequence[Member] = (),
     ) -> None:
         self.shape = shape
         self.rank = rank
         self.group = group
         self.device = device
         self.buffers = buffers
+        self.members = members
         self.timeout_seconds = timeout_seconds
         self.minibatch_size, self.macrobatch_size = shape.ring(num_sms)
         if device.type == "cuda":
             self._start_device()
         else:
             self.rings = Rings.allocate(shape, self.macrobatch_size, device)
-            self.protocol = GroupProtocol(rank, [b.flags for b in buffers], torch.zeros(1, dtype=torch.int64))
+            self.protocol = GroupProtocol(rank, [b.flags for b in buffers], torch.zeros(1, dtype=torch.int64, device=device), members)
         self.failure: MoKError | None = None
         self.failure_raised = False
         self.in_call = False
@@ -116,6 +120,18 @@ class MoKWorkspace:
         if self.failure is None:
             self.failure = error
 
+    def check_config(self, config: object) -> None:
+        """A call's config must have the sizes that this workspace was made with.
+
+        Raises:
+            MoKArgumentError: it has others, or is no config.
+        """
+        if not isinstance(config, MoKConfig):
+            raise MoKArgumentError(f"config={config!r}: must be a MoKConfig")
+        for name in ("minibatch_size", "macrobatch_size", "schedule_capacity_multiplier"):
+            if getattr(config, name) != getattr(self.shape, name):
+                raise MoKArgumentError(f"config.{name}={getattr(config, name)}: the workspace was made with {getattr(self.shape, name)}")
+
     def check_usable(self) -> None:
         if self.failure is not None:
             self.failure_raised = True
@@ -144,51 +160,35 @@ def _meet(config: MoKConfig, group: Any, rank: int, request: str) -> None:
 
     Raises:
         MoKArgumentError: the peers are elsewhere.
-        MoKTimeoutError: a rank did not come within config.timeout_seconds.
     """
-    # On GPUs the group's own time-out bounds the exchange below.
     timeout = config.timeout_seconds if isinstance(config, MoKConfig) else MoKConfig.timeout_seconds
     known = [w for w in _WORKSPACES.values() if w.group is group and w.failure is None and w.device.type == "cpu"]
-    if known:
-        protocol = known[0].protocol
-        state = CallState(protocol, protocol.call, CallKind.RESIZE, PassTag(), timeout)
-        protocol.signal_entered(state.call, state.kind, state.tag)
-        try:
-            poll(FlagWait(state, Flag.ENTERED, range(protocol.ep_size)), timeout)
-        except MoKError as error:
-            known[0].fail(error)
-            known[0].failure_raised = True
-            message = f"rank {rank} asks for a new workspace ({request}) but its peers do not: {error}"
-            protocol.publish_status(state.call, StatusCode.FAILED, message)
-            raise MoKArgumentError(message) from error
-        protocol.advance()
-    elif dist.get_backend(group) == "gloo":
-        started = time.monotonic()
-        try:
-            dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=timeout), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise MoKTimeoutError(
-                f"rank {rank} of {dist.get_world_size(group)}: making the workspace ({request}), not all ranks came within "
-                f"{timeout:g} s: {error}",
-                rank=rank,
-                missing_ranks=(),
-                layer=None,
-                microbatch=None,
-                phase="workspace",
-                expected=1,
-                arrived=(),
-                waited_seconds=time.monotonic() - started,
-                limit_seconds=timeout,
-            ) from error
+    if not known:
+        return  # they meet where they agree on the sizes
+    protocol = known[0].protocol
+    state = CallState(protocol, protocol.call, CallKind.RESIZE, PassTag(), timeout)
+    protocol.signal_entered(state.call, state.kind, state.tag)
+    try:
+        poll(FlagWait(state, Flag.ENTERED, range(protocol.ep_size)), timeout)
+    except MoKError as error:
+        known[0].fail(error)
+        known[0].failure_raised = True
+        message = f"rank {rank} asks for a new workspace ({request}) but its peers do not: {error}"
+        protocol.publish_status(state.call, StatusCode.FAILED, message)
+        raise MoKArgumentError(message) from error
+    protocol.advance()
 
 
-def _agree(shape: WorkspaceShape | None, fault: Exception | None, group: Any, ep_size: int, rank: int) -> WorkspaceShape:
-    """The shape that all ranks agree on, or the same error on all of them."""
-    gathered = all_gather((shape, None if fault is None else f"{fault}"), group, ep_size)
-    faults = [f"rank {r}: {text}" for r, (_, text) in enumerate(gathered) if text is not None]
+def _agree(
+    shape: WorkspaceShape | None, fault: Exception | None, group: Any, rank: int, timeout_seconds: float
+) -> tuple[WorkspaceShape, list[Member]]:
+    """The shape that all ranks agree on and who they are, or the same error on all of them."""
+    mine = (shape, None if fault is None else f"{fault}", Member.here())
+    gathered = gather(group, mine, timeout_seconds, "agreeing on the workspace's sizes")
+    faults = [f"rank {r}: {text}" for r, (_, text, _) in enumerate(gathered) if text is not None]
     if faults:
         raise MoKArgumentError("; ".join(faults)) from fault
-    shapes = [s for s, _ in gathered]
+    shapes = [s for s, _, _ in gathered]
     agreed = dataclasses.replace(shapes[0], num_local_tokens=max(s.num_local_tokens for s in shapes))
     for field in dataclasses.fields(WorkspaceShape):
         if field.name == "num_local_tokens":
@@ -196,17 +196,37 @@ def _agree(shape: WorkspaceShape | None, fault: Exception | None, group: Any, ep
         values = [getattr(s, field.name) for s in shapes]
         if any(value != values[0] for value in values):
             raise MoKArgumentError(f"{field.name}={values[rank]}: must be equal on all ranks of the group, is {values}")
-    return agreed
+    return agreed, [member for _, _, member in gathered]
 
 
-def _check_device(device: torch.device) -> None:
-    """Raise MoKArgumentError where this GPU has no kernels."""
-    from mok_megatron.build import build_info, check_device_architecture
+def _usable_device(device: torch.device | str, dtype: torch.dtype) -> torch.device:
+    """The device, with its index.
 
+    Raises:
+        MoKArgumentError: no such device, or no executor or kernels for it.
+    """
     try:
-        check_device_architecture(build_info(), torch.cuda.get_device_capability(device))
-    except MoKBuildError as error:
-        raise MoKArgumentError(f"device={device}: {error}") from error
+        made = torch.device(device)
+        if made.type == "cuda":
+            made = torch.device("cuda", torch.cuda.current_device() if made.index is None else made.index)
+            check_device_architecture(build_info(), torch.cuda.get_device_capability(made))
+    except (RuntimeError, AssertionError, TypeError) as error:  # MoKBuildError is a RuntimeError
+        raise MoKArgumentError(f"device={device!r}: {error}") from error
+    if made.type not in ("cpu", "cuda"):
+        raise MoKArgumentError(f"device={made}: must be cpu or cuda")
+    if made.type == "cuda" and dtype != torch.bfloat16:
+        raise MoKArgumentError(f"dtype={dtype}: must be torch.bfloat16 on a GPU")
+    return made
+
+
+def _plain_int(value: Any) -> Any:
+    """Integers of other libraries as Python's; anything else as it is, for the check that names it."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def get_workspace(
@@ -233,29 +253,19 @@ def get_workspace(
 
     Raises:
         MoKArgumentError: on every rank, when one rank's argument breaks a rule or ranks differ.
-        MoKUnsupportedError: the group spans hosts, or the device has no executor.
+        MoKUnsupportedError: the group spans hosts.
+        MoKTimeoutError: a rank did not come within config.timeout_seconds.
     """
-    ep_size = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
-    device = torch.device(device)
+    timeout = config.timeout_seconds if isinstance(config, MoKConfig) else MoKConfig.timeout_seconds
     shape, fault = None, None
     try:
-        if device.type not in ("cpu", "cuda"):
-            raise MoKArgumentError(f"device={device}: must be cpu or cuda")
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            if dtype != torch.bfloat16:
-                raise MoKArgumentError(f"dtype={dtype}: must be torch.bfloat16 on a GPU")
-            _check_device(device)
         if not isinstance(config, MoKConfig):
             raise MoKArgumentError(f"config={config!r}: must be a MoKConfig")
+        device = _usable_device(device, dtype)
         shape = WorkspaceShape(
-            ep_size,
-            num_local_tokens,
-            hidden_size,
-            topk,
-            num_local_experts,
-            intermediate_size,
+            1 if group is None else dist.get_world_size(group),
+            *map(_plain_int, (num_local_tokens, hidden_size, topk, num_local_experts, intermediate_size)),
             dtype,
             config.minibatch_size,
             config.macrobatch_size,
@@ -267,19 +277,14 @@ def get_workspace(
         fault = error
     key = None if shape is None else (group, device, dataclasses.replace(shape, num_local_tokens=0))
     existing = _WORKSPACES.get(key)
-    if existing is not None and num_local_tokens <= existing.num_local_tokens:
+    if existing is not None and existing.failure is None and num_local_tokens <= existing.num_local_tokens:
         existing.timeout_seconds = config.timeout_seconds
         return existing
+    members: list[Member] = []
     if group is not None:
         _meet(config, group, rank, f"num_local_tokens={num_local_tokens}, hidden_size={hidden_size}, topk={topk}")
-        shape = _agree(shape, fault, group, ep_size, rank)
-    num_sms = 1
-    if device.type == "cuda":
-        buffers = map_device_buffers(shape, group, rank, device)
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    else:
-        buffers = map_host_buffers(shape, group, rank)
-    workspace = MoKWorkspace(shape, rank, buffers, device=device, group=group, num_sms=num_sms, timeout_seconds=config.timeout_seconds)
+        shape, members = _agree(shape, fault, group, rank, timeout)
+    workspace = _make(shape, group, rank, device, timeout, members)
     _WORKSPACES[key] = workspace
     from mok_megatron import watchdog
 
@@ -287,8 +292,34 @@ def get_workspace(
     return workspace
 
 
+def _make(
+    shape: WorkspaceShape, group: Any, rank: int, device: torch.device, timeout_seconds: float, members: Sequence[Member]
+) -> MoKWorkspace:
+    """Allocate and map; a rank without enough memory is an error on all."""
+    # Tensors that were made under inference mode could never be written outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type == "cuda":
+            buffers = map_device_buffers(shape, group, rank, device, timeout_seconds)
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        else:
+            buffers = map_host_buffers(shape, group, rank, timeout_seconds)
+            num_sms = 1
+        workspace, fault = None, None
+        try:
+            workspace = MoKWorkspace(
+                shape, rank, buffers, device=device, group=group, num_sms=num_sms, timeout_seconds=timeout_seconds, members=members
+            )
+        except (RuntimeError, MemoryError) as error:
+            fault = MoKArgumentError(f"num_local_tokens={shape.num_local_tokens}: the workspace cannot be made: {error}")
+        texts = [fault] if group is None else gather(group, None if fault is None else str(fault), timeout_seconds, "making rings")
+        faults = [f"rank {r}: {text}" for r, text in enumerate(texts) if text is not None]
+        if faults:
+            raise MoKArgumentError("; ".join(faults)) from fault
+    return workspace
+
+
 def clear_workspaces() -> None:
-    """Close every workspace of this process."""
+    """Close every workspace of this process. All ranks of a group must do it, or none: the next get_workspace is a meeting of them all."""
     for workspace in list(_WORKSPACES.values()):
         workspace.close()
 

@@ -8,9 +8,10 @@ A pass is written as generators that yield at every wait, so that a scheduler ca
 the total order.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -103,7 +104,12 @@ def activation_grad(
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
     """A fresh contiguous fp32 copy."""
-    return torch.empty(tensor.shape, dtype=torch.float32).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=torch.float32, device="cpu").copy_(tensor)
+
+
+def _zeros(*sizes: int) -> torch.Tensor:
+    """fp32 on the CPU, whatever torch's defaults are."""
+    return torch.zeros(*sizes, dtype=torch.float32, device="cpu")
 
 
 def _span(index: int, width: int, total: int) -> slice:
@@ -182,9 +188,9 @@ class CpuPass:
         if self.kind == Pass.BACKWARD:
             mine.dy[:tokens] = self.inputs.dy
         if self.kind != Pass.RECOMPUTE:
-            self.outputs.tokens = torch.empty(tokens, self.hidden, dtype=self.workspace.dtype)
+            self.outputs.tokens = torch.empty(tokens, self.hidden, dtype=self.workspace.dtype, device="cpu")
         if self.kind == Pass.BACKWARD:
-            self.outputs.d_router_weights = torch.empty(tokens, self.workspace.topk, dtype=torch.float32)
+            self.outputs.d_router_weights = _zeros(tokens, self.workspace.topk)
         yield None
         self.signal_entered()
 
@@ -230,8 +236,8 @@ class CpuPass:
         ranks = self.schedule.row_source_rank[first : first + count]
         slots = self.schedule.row_source_slot[first : first + count]
         backward = task.kind == TaskKind.DISPATCH_DY
-        rows = torch.zeros(count, self.hidden, dtype=self.workspace.dtype)
-        weights = torch.zeros(count, dtype=torch.float32)
+        rows = torch.zeros(count, self.hidden, dtype=self.workspace.dtype, device="cpu")
+        weights = _zeros(count)
         for source in self._source_ranks(task):
             here = ranks == source
             slot = slots[here].long()
@@ -327,7 +333,7 @@ class CpuPass:
             )
         if target.tensor is None:
             return
-        total = scratch[m, n].clone() if task.continues else torch.zeros(m.stop - m.start, n.stop - n.start)
+        total = scratch[m, n].clone() if task.continues else _zeros(m.stop - m.start, n.stop - n.start)
         for block in range(task.first_block, task.first_block + task.num_blocks):
             rows = self._ring_rows(block % self.shape.macrobatch_blocks)
             total = total + _fp32(left[rows, m].t()) @ _fp32(right[rows, n])
@@ -360,7 +366,7 @@ class CpuPass:
         mine: SymmetricBuffers = self.workspace.mine
         routed = self.schedule.topk_experts[tokens] >= 0
         rows = mine.combine[slots].view(-1, topk, self.hidden)
-        total = torch.zeros(task.num_rows, self.hidden)
+        total = _zeros(task.num_rows, self.hidden)
         for slot in range(topk):
             total = torch.where(routed[:, slot, None], total + rows[:, slot].float(), total)
         yield None
@@ -370,18 +376,18 @@ class CpuPass:
             self.outputs.d_router_weights[tokens] = torch.where(routed, d_weights, 0.0)
 
 
-@dataclasses.dataclass
-class _OneThread:
-    """Run torch on one thread: a library may split a sum by the number of threads."""
-
-    threads: int = 0
-
-    def __enter__(self) -> None:
-        self.threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self.threads)
+@contextlib.contextmanager
+def _fixed_arithmetic() -> Iterator[None]:
+    """No graph, one thread, full fp32 products: neither the number of threads nor what the caller has set may change a bit."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
 
 
 def exchange_routes(
@@ -409,7 +415,7 @@ def drive(steps: Generator[Any, None, Result], limit_seconds: float) -> Result:
         MoKTimeoutError, MoKPeerError: see protocol.poll.
         AssertionError: a local counter is not there in the total order, which no input can cause.
     """
-    with torch.no_grad(), _OneThread():
+    with _fixed_arithmetic():
         while True:
             try:
                 wait = next(steps)
