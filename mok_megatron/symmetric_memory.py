@@ -33,6 +33,13 @@ def _shared_memory(name: str, size: int, create: bool) -> torch.Tensor:
         os.close(descriptor)
 
 
+def _own_memory(size: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise MoKArgumentError(f"num_local_tokens: the buffers need {size} bytes on {device}, which failed: {error}") from error
+
+
 def map_host_buffers(shape: WorkspaceShape, group: Any, rank: int, timeout_seconds: float) -> list[SymmetricBuffers]:
     """Every rank's buffers in this process; zero when the group starts.
 
@@ -43,8 +50,7 @@ def map_host_buffers(shape: WorkspaceShape, group: Any, rank: int, timeout_secon
     """
     size = SymmetricBuffers.num_bytes(shape)
     if shape.ep_size == 1:
-        memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        return [SymmetricBuffers.from_memory(shape, memory)]
+        return [SymmetricBuffers.from_memory(shape, _own_memory(size, torch.device("cpu")))]
     name, own, fault = f"mok_megatron_{uuid.uuid4().hex}", None, None
     names = [name]
     try:
@@ -83,7 +89,7 @@ def map_device_buffers(
     """
     size = SymmetricBuffers.num_bytes(shape)
     if shape.ep_size == 1:
-        return [SymmetricBuffers.from_memory(shape, torch.zeros(size, dtype=torch.uint8, device=device))]
+        return [SymmetricBuffers.from_memory(shape, _own_memory(size, device))]
     import torch.distributed._symmetric_memory as symmetric_memory
 
     handle, fault = None, None
