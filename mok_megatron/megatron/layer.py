@@ -84,7 +84,8 @@ class MoKMoELayer(MoELayer):
         # The first call of the first layer makes it and the others find it, so that every rank of the group takes part in the
         # making at the same call, whatever number of tokens it brings there.
         workspace = _workspaces.get(key)
-        missing = workspace is None or not workspace.buffers  # none yet, or closed
+        # None yet, closed, or of a run that failed: a restart within the process goes on with the layers that there are.
+        missing = workspace is None or not workspace.buffers or workspace.failure is not None
         if not missing and tokens is None and self._mok_group is None:
             missing = x.shape[0] > workspace.num_local_tokens  # nobody to agree with: it may grow
         if missing:

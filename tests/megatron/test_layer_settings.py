@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mok_megatron import MoKArgumentError, MoKCapacityError, MoKConfig, MoKUnsupportedError
+from mok_megatron.executors import cpu
 from mok_megatron.megatron import compat, install, layer, microbatch, set_microbatch
 from tests.distributed import RankPool
 from tests.megatron import helpers
@@ -104,6 +105,27 @@ def test_layers_share_one_workspace() -> None:
     first(tokens((5, 1, 64), 1))
     second(tokens((7, 1, 64), 1))
     assert [w.num_local_tokens for w in layer._workspaces.values()] == [77]
+
+
+def test_a_restart_within_the_process_goes_on_after_a_fatal_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch.distributed no new group tells the restarted run from the one that failed."""
+    start_megatron(1)
+    layer._workspaces.clear()
+    x, dy = tokens((9, 1, 64), 1), tokens((9, 1, 64), 2)
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("no memory left for a tile")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "activation", broken)
+        with pytest.raises(MemoryError):
+            build_layer("mok", make_config())(x)
+    (failed,) = layer._workspaces.values()
+    assert failed.failure is not None
+    restarted = build_layer("mok", make_config())
+    assert_same_numbers(run_layer(restarted, x, dy), run_layer(build_layer("alltoall", make_config()), x, dy), helpers.FP32_TOLERANCE)
+    (workspace,) = layer._workspaces.values()
+    assert workspace is not failed and workspace.failure is None
 
 
 def test_each_layer_keeps_its_backend() -> None:
