@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mok_megatron.build import ON_GPUS
-from mok_megatron.config import CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK, MoKConfig
-from mok_megatron.errors import MoKArgumentError, MoKUnsupportedError
+from mok_megatron.config import CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK
+from mok_megatron.errors import MoKUnsupportedError
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -255,37 +255,15 @@ def judge(command: Sequence[str]) -> list[dict[str, str]]:
     script = next((i for i, word in enumerate(command) if word.endswith(".py")), -1)
     flags = list(command[script + 1 :])
     try:
-        from mok_megatron.megatron.support import check_arguments, namespace_from_argv
+        from mok_megatron.megatron.arguments import check_own_flags
+        from mok_megatron.megatron.support import check_arguments
     except ImportError as error:
         raise MoKUnsupportedError(f"the command line cannot be judged: {error}") from error
-    own = {name: value for name, value in vars(namespace_from_argv(flags)).items() if name.startswith("mok_")}
-    verdicts = [
-        {"flag": v.flag, "value": str(v.value), "verdict": v.verdict, "reason": v.reason}
-        for v in check_arguments(flags)
-        if not v.flag.startswith(("--mok-", "--moe-backend"))
-    ]
-    found = _judge_knobs(own) + _judge_gradient_fusion(flags) + verdicts
+    own = check_own_flags(flags)
+    others = [v for v in check_arguments(flags) if not v.flag.startswith(("--mok-", "--moe-backend"))]
+    verdicts = [{"flag": v.flag, "value": str(v.value), "verdict": v.verdict, "reason": v.reason} for v in [*own, *others]]
+    found = _judge_gradient_fusion(flags) + verdicts
     return sorted(found, key=lambda verdict: verdict["verdict"] != "refused")
-
-
-def _judge_knobs(own: dict[str, Any]) -> list[dict[str, str]]:
-    """MoK's own flags (attribute names, values), by the rules of MoKConfig."""
-    knobs = {field.name for field in dataclasses.fields(MoKConfig)}
-    others = {"mok_config", "mok_max_tokens_per_rank", "mok_log_expert_load"}
-    found = []
-    for name, value in own.items():
-        verdict, reason = "supported", "a flag of MoK's own"
-        try:
-            if name.removeprefix("mok_") in knobs:
-                MoKConfig.from_mapping({name.removeprefix("mok_"): value})
-            elif name == "mok_config":
-                MoKConfig.from_yaml(value)
-            elif name not in others:
-                verdict, reason = "refused", "MoK has no such flag"
-        except MoKArgumentError as error:
-            verdict, reason = "refused", str(error)
-        found.append({"flag": "--" + name.replace("_", "-"), "value": str(value), "verdict": verdict, "reason": reason})
-    return found
 
 
 def _judge_gradient_fusion(flags: Sequence[str]) -> list[dict[str, str]]:
@@ -298,8 +276,7 @@ def _judge_gradient_fusion(flags: Sequence[str]) -> list[dict[str, str]]:
             "flag": "--gradient-accumulation-fusion",
             "value": "on (Megatron's default)",
             "verdict": "refused",
-            "reason": f"Megatron's output layer needs APEX's {_FUSION_EXTENSION} for it. "
-            f"APEX: {apex.value}. {apex.advice}",
+            "reason": f"Megatron's output layer needs APEX's {_FUSION_EXTENSION} for it. APEX: {apex.value}. {apex.advice}",
         }
     ]
 

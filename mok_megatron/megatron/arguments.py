@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import types
 import typing
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from mok_megatron.config import MoKConfig
-from mok_megatron.errors import MoKError
+from mok_megatron.errors import MoKArgumentError, MoKError
 from mok_megatron.megatron import settings, support
 
 DISPATCHER_FLAGS: dict[str, dict[str, Any]] = {
@@ -38,6 +40,12 @@ def add_mok_arguments(parser: ArgumentParser) -> ArgumentParser:
     Once ``parser`` has parsed a command line, the backend is settled: a stock backend has set Megatron's dispatcher flags, and
     for ``mok`` the feature table has been asked; a refused flag ends the program with its name and reason (exit code 2).
     """
+    _add_flags(parser)
+    _finish_after_parsing(parser)
+    return parser
+
+
+def _add_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group(title="mixture of kittens")
     group.add_argument(
         "--moe-backend",
@@ -61,8 +69,6 @@ def add_mok_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     for name, value_type in knob_types().items():
         group.add_argument("--mok-" + name.replace("_", "-"), type=value_type, help=_KNOB_HELP.get(name))
-    _finish_after_parsing(parser)
-    return parser
 
 
 def knob_types() -> dict[str, type]:
@@ -111,3 +117,53 @@ def finish_arguments(args: Namespace) -> None:
         if getattr(args, "yaml_cfg", None) is None:
             support.require_supported(args)
         support.require_runnable(on_gpu=torch.cuda.is_available())
+
+
+class _RaisingParser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise MoKArgumentError(message)
+
+
+def check_own_flags(argv: Sequence[str]) -> list[support.Verdict]:
+    """The verdict on each of MoK's own flags on a command line, as the run itself reads them.
+
+    Args:
+        argv: a command line; flags that are not MoK's are passed over.
+
+    Returns:
+        One entry for each flag, and one refusal more where each is good and they do not go together.
+    """
+    parser = _RaisingParser(add_help=False, allow_abbrev=False)
+    _add_flags(parser)
+    own = [(flag, texts) for flag, texts in support.split_flags(argv) if flag.startswith("--mok-") or flag == "--moe-backend"]
+    verdicts, words = [], []
+    for flag, texts in own:
+        given = [f"{flag}={texts[0]}"] if len(texts) == 1 else [flag, *texts]
+        words += given
+        verdicts.append(_own_verdict(flag, " ".join(texts) or "True", _fault_of_own_flags(parser, given)))
+    if all(verdict.verdict != "refused" for verdict in verdicts) and (fault := _fault_of_own_flags(parser, words)):
+        verdicts.append(_own_verdict(" ".join(words), "together", fault))
+    if all(flag != "--moe-backend" for flag, _ in own):
+        try:
+            settings.backend_from_environment()
+        except MoKArgumentError as error:
+            verdicts.append(_own_verdict(settings.BACKEND_VARIABLE, os.environ[settings.BACKEND_VARIABLE], str(error)))
+    return verdicts
+
+
+def _fault_of_own_flags(parser: ArgumentParser, words: Sequence[str]) -> str | None:
+    try:
+        namespace, unknown = parser.parse_known_args(words)
+        namespace.moe_backend = namespace.moe_backend or "mok"  # the environment is another question
+        settings.resolve(namespace)
+    except MoKArgumentError as error:
+        return str(error)
+    if not unknown:
+        return None
+    return "MoK has no such flag" if unknown[0].startswith("--") else "takes one value at most"
+
+
+def _own_verdict(flag: str, value: str, fault: str | None) -> support.Verdict:
+    if fault is None:
+        return support.Verdict(flag, value, "supported", "a flag of MoK's own")
+    return support.Verdict(flag, value, "refused", fault)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,16 @@ from mok_megatron.config import CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS
 MISSING: Any = object()
 """The value of a flag that its source does not have."""
 
+INTEGERS = {
+    **dict.fromkeys(("num_experts", "num_moe_experts"), 0),
+    **dict.fromkeys(("hidden_size", "moe_latent_size", "moe_ffn_hidden_size", "ffn_hidden_size", "moe_router_topk"), 1),
+    **dict.fromkeys(
+        tuple(f"{kind}_parallel_size" for kind in ("expert_model", "expert_tensor", "tensor_model", "pipeline_model", "context")), 1
+    ),
+    **dict.fromkeys(("expert_tensor_parallel_num_weight_shards", "mlp_chunks_for_training"), 1),
+}
+"""Attributes that the rows count with, each with its least value."""
+
 
 class Values:
     """Flags as Megatron's arguments, a TransformerConfig or a command line have them."""
@@ -23,10 +34,22 @@ class Values:
         self.environ = environ
         # On a command line, what is absent has Megatron's default; an object that lacks an attribute says nothing about it.
         self._absent_means_default = from_command_line
+        self.malformed = {name: reason for name in INTEGERS if (reason := self._fault_of_integer(name)) is not None}
+        """Names whose value is not of their kind, with the rule. For the rows they are absent."""
+
+    def _fault_of_integer(self, name: str) -> str | None:
+        value = getattr(self._source, name, MISSING)
+        if value is MISSING or (value is None and not self._absent_means_default):
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            return "must be one integer"
+        return f"must be at least {INTEGERS[name]}" if value < INTEGERS[name] else None
 
     def first(self, *names: str) -> Any:
         """Value of the first of ``names`` that there is, else :data:`MISSING`."""
         for name in names:
+            if name in self.malformed:
+                continue
             value = getattr(self._source, name, MISSING)
             if value is not MISSING:
                 return value
@@ -97,7 +120,8 @@ class Values:
 
     @property
     def graph_modules(self) -> set[str]:
-        return self.names_in("cuda_graph_modules") | self.names_in("cuda_graph_scope")
+        # The last is what --cuda-graph-scope is called between 0.19's parsing and its validation.
+        return set().union(*map(self.names_in, ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")))
 
     @property
     def uses_graphs(self) -> bool:
@@ -378,6 +402,6 @@ FEATURES: tuple[Feature, ...] = (
     _transparent("--hybrid-layer-pattern", "the same MoE layer", "hybrid_layer_pattern", "hybrid_override_pattern"),
     _transparent("--rerun-mode", "an iteration may be run again and gives the same bits"),
     _transparent("--optimizer", "parameters, main_grad and hooks are Megatron's"),
-    _supported("--inprocess-restart", "workspaces are made anew with the process groups"),
+    _supported("--inprocess-restart", "workspaces are made anew after a failure"),
 )
 """Every flag that has to do with the routed experts. What is absent here is outside of them."""

@@ -16,7 +16,7 @@ from mok_megatron import build
 from mok_megatron.errors import MoKBuildError, MoKUnsupportedError
 from mok_megatron.megatron.feature_table import FEATURES, MISSING, Feature, Values
 
-__all__ = ["FEATURES", "Feature", "Verdict", "check_arguments", "namespace_from_argv", "require_runnable", "require_supported"]
+__all__ = ["FEATURES", "Feature", "Verdict", "check_arguments", "namespace_from_argv", "require_runnable", "require_supported", "split_flags"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def check_arguments(argv_or_namespace: Sequence[str] | Any) -> list[Verdict]:
             arguments or a TransformerConfig's fields.
 
     Returns:
-        One entry for each row of the table that applies. For a command line also one for each flag that no row names
-        (``transparent``: outside of the routed experts).
+        One entry for each row of the table that applies, and a refusal for each number that is none. For a command line also one
+        for each flag that no row names (``transparent``: outside of the routed experts).
     """
     from_command_line = isinstance(argv_or_namespace, (list, tuple))
     source = namespace_from_argv(argv_or_namespace) if from_command_line else argv_or_namespace
     values = Values(source, dict(os.environ), from_command_line=from_command_line)
-    verdicts = []
+    verdicts = [Verdict("--" + name.replace("_", "-"), getattr(source, name), "refused", reason) for name, reason in values.malformed.items()]
     for feature in FEATURES:
         value = values.first(*feature.names)
         if value is MISSING and feature.names:
@@ -56,7 +56,7 @@ def check_arguments(argv_or_namespace: Sequence[str] | Any) -> list[Verdict]:
         verdicts += [
             Verdict("--" + name.replace("_", "-"), value, "transparent", "outside of the routed experts")
             for name, value in vars(source).items()
-            if name not in known
+            if name not in known and name not in values.malformed
         ]
     return sorted(verdicts, key=lambda v: v.verdict != "refused")
 
@@ -98,25 +98,28 @@ def require_runnable(*, on_gpu: bool) -> None:
         raise MoKBuildError(f"--moe-backend=mok was asked for and cannot run here: {error}") from error
 
 
+def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each ``--flag`` of a command line with the texts that belong to it; what stands before the first is left out."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, separator, text = word.partition("=")
+            found.append((flag, [text] if separator else []))
+            takes_more = not separator
+        elif found and takes_more:
+            found[-1][1].append(word)
+    return found
+
+
 def namespace_from_argv(argv: Sequence[str]) -> Namespace:
     """Megatron's flags as attributes, read without Megatron: ``--some-flag 3`` is ``some_flag=3``.
 
     A flag without a value is True; ``--no-x``, ``--disable-x`` and the flags whose attribute has another name are translated.
     """
     found = Namespace()
-    position = 0
-    while position < len(argv):
-        token = argv[position]
-        position += 1
-        if not token.startswith("--"):
-            continue
-        name, separator, text = token[2:].partition("=")
-        texts = [text] if separator else []
-        while not separator and position < len(argv) and not argv[position].startswith("--"):
-            texts.append(argv[position])
-            position += 1
+    for flag, texts in split_flags(argv):
         value = True if not texts else _parse(texts[0]) if len(texts) == 1 else [_parse(t) for t in texts]
-        name = name.replace("-", "_")
+        name = flag[2:].replace("-", "_")
         if name.startswith(("no_", "disable_")) and value is True:
             name, value = name.split("_", 1)[1], False
         setattr(found, _RENAMED.get(name, name), value)

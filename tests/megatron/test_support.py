@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mok_megatron import MoKBuildError, MoKUnsupportedError, build
 from mok_megatron.megatron import support
-from mok_megatron.megatron.feature_table import FEATURES
+from mok_megatron.megatron.feature_table import FEATURES, INTEGERS
 
 GOOD = (
     "--num-experts 8 --moe-router-topk 2 --hidden-size 256 --moe-ffn-hidden-size 128 --swiglu --disable-bias-linear --bf16 "
@@ -127,6 +127,26 @@ def test_every_other_row_applies_to_its_flag(feature: Any) -> None:
     found = support.check_arguments(merged(f"{feature.flag} {value}"))
     assert (feature.flag, feature.verdict, feature.reason) in {(v.flag, v.verdict, v.reason) for v in found}
     assert feature.reason
+
+
+def test_no_value_of_any_flag_breaks_the_table() -> None:
+    flags = {f.flag for f in FEATURES if f.flag.startswith("--")} | {"--" + name.replace("_", "-") for name in INTEGERS}
+    flags |= {"--ffn-hidden-size", "--cuda-graph-scope", "--cuda-graph-modules", "--fine-grained-activation-offloading"}
+    for flag in flags:
+        for value in ("", "x", "8 16", "a b", "1.5", "-3", "none", "true", "1e999", "[1,2]"):
+            found = support.check_arguments(merged(f"{flag} {value}"))
+            assert all(v.reason for v in found)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_a_number_that_is_none_is_refused_and_shown(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    for text, value, rule in (("x", "x", "one integer"), ("8 16", [8, 16], "one integer"), ("-1", -1, f"at least {INTEGERS[name]}")):
+        found = [v for v in support.check_arguments(merged(f"{flag} {text}")) if v.flag == flag and v.verdict == "refused"]
+        assert [(v.value, rule in v.reason) for v in found] == [(value, True)]
+    with pytest.raises(MoKUnsupportedError, match=rf"{flag} \(is x\): must be one integer"):
+        support.require_supported(Namespace(**{name: "x"}))  # of a YAML file
+    support.require_supported(Namespace(**{name: None}))
 
 
 def test_what_the_table_does_not_name_is_outside_of_the_experts() -> None:
