@@ -51,6 +51,8 @@ class BuildLibrary(build_ext):
         architectures = wanted_architectures() if nvcc else []
         sources = [(s, source_architectures(s, architectures)) for s in kernel_sources()] if nvcc else []
         sources = [(source, archs) for source, archs in sources if archs]
+        if not sources and os.environ.get("MOK_CUDA") == "1":
+            raise RuntimeError(f"MOK_CUDA=1 asks for kernels, and there are none for MOK_ARCH={os.environ.get('MOK_ARCH', 'ALL')}")
         defines = [f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", "-DUSE_CUDA"]
         includes = [f"-I{torch / 'include'}", f"-I{ROOT / 'csrc'}"]
 

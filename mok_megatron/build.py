@@ -16,7 +16,14 @@ ON_GPUS = (
     "in this version Megatron trains with MoK on the CPU executor only; the GPU kernels, forward and backward, are reached through "
     "mok_megatron.functional and have not run under Megatron"
 )
-_REBUILD = "build it for this environment: pip install --no-build-isolation ."
+_REBUILD = "build it for this environment: pip install --no-build-isolation -e . in the checkout"
+
+
+def _not_built(missing: Path) -> str:
+    return (
+        f"mok_megatron is not built: {missing.name} is missing in {_FOLDER}; {_REBUILD}. (Python takes the package from the folder it is "
+        "started in before an installed one: from inside a checkout that is not built, an installed copy is not seen.)"
+    )
 
 
 def build_info() -> dict[str, Any]:
@@ -29,7 +36,7 @@ def build_info() -> dict[str, Any]:
         MoKBuildError: the package was not built.
     """
     if not BUILD_INFO.exists():
-        raise MoKBuildError(f"mok_megatron is not built: {BUILD_INFO.name} is missing; {_REBUILD}")
+        raise MoKBuildError(_not_built(BUILD_INFO))
     return json.loads(BUILD_INFO.read_text())
 
 
@@ -99,7 +106,7 @@ def load_library() -> None:
 
     info = build_info()
     if not LIBRARY.exists():
-        raise MoKBuildError(f"mok_megatron is not built: {LIBRARY.name} is missing; {_REBUILD}")
+        raise MoKBuildError(_not_built(LIBRARY))
     check_build_fits(
         info,
         torch_version=torch.__version__,

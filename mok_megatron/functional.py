@@ -38,6 +38,9 @@ OverwriteArgument = bool | Sequence[bool]
 
 def _call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassTag | None) -> contextlib.AbstractContextManager[Any]:
     """One numbered call: what fails inside it on one rank is raised on all of them."""
+    if not isinstance(workspace, MoKWorkspace):
+        # Without a workspace there is no group to tell; the order of the arguments is not the same in all functions.
+        raise MoKArgumentError(f"workspace: must be a MoKWorkspace, is {type(workspace).__name__}")
     if workspace.device.type == "cuda":
         return device_call(workspace, config, kind, tag)
     return host_call(workspace, config, kind, tag)
@@ -276,7 +279,8 @@ def backward(
             main_grads, overwrite_main_grads = (_fresh_like(w13), _fresh_like(w2)), (True, True)
         for name, pair in (("main_grads", main_grads), ("overwrite_main_grads", overwrite_main_grads)):
             if not isinstance(pair, Sequence) or len(pair) != 2:
-                raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {type(pair).__name__}")
+                got = f"{type(pair).__name__} of {len(pair)}" if isinstance(pair, Sequence) else type(pair).__name__
+                raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {got}")
         inputs.grads13 = _targets("w13", main_grads[0], overwrite_main_grads[0], workspace, 2 * inner, hidden)
         inputs.grads2 = _targets("w2", main_grads[1], overwrite_main_grads[1], workspace, hidden, inner)
         if not fresh:

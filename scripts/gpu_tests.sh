@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Tests that need a Hopper GPU: ./scripts/gpu_tests.sh [forward|backward|all] [pytest arguments]
 # Builds the kernels in place where the library has none, runs tests/gpu (what needs two GPUs is skipped with one), then small passes under
-# compute-sanitizer where that is installed. MOK_PYTHON: the interpreter that has torch; default: python3.
+# compute-sanitizer where that is installed. MOK_PYTHON: the interpreter that has torch; default: .venv's, else python3.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 python=${MOK_PYTHON:-python3}
+[ -n "${MOK_PYTHON:-}" ] || [ ! -x "$ROOT/.venv/bin/python" ] || python=$ROOT/.venv/bin/python
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 what=${1:-all}
@@ -20,7 +21,10 @@ all) tests=(tests/gpu) ;;
     ;;
 esac
 
-nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+if ! nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null; then
+    echo "no NVIDIA GPU here: the tests are skipped"
+    exec "$python" -m pytest -rs "${tests[@]}" "$@"
+fi
 if ! "$python" -c 'import sys; from mok_megatron.build import build_info; sys.exit("90a" not in build_info()["archs"])' 2>/dev/null; then
     echo "building the kernels" >&2
     MOK_CUDA=1 MOK_ARCH=SM90 "$python" setup.py --quiet build_ext --inplace

@@ -36,7 +36,7 @@ def write_chart(path: Path, records: Sequence[dict[str, Any]]) -> str | None:
     axes.set_xticks(range(len(records)), names, fontsize=8)
     axes.set_ylabel("TFLOP/s a GPU, forward, unpadded routes")
     axes.set_title(f"MoE layer at EP {first['ep']}: median, p10 to p90 of the slowest rank")
-    figure.legend(fontsize=8, ncols=min(len(timed), 2 + len(records)), loc="outside lower center")
+    figure.legend(fontsize=8, ncols=min(len(timed), 2), loc="outside lower center")
     axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

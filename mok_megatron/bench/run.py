@@ -35,7 +35,12 @@ def run(settings: BenchSettings) -> int:
     if world > 1 and world != settings.ep:
         raise MoKArgumentError(f"ep={settings.ep}: must be {world}, the number of processes that were launched")
     if settings.device == "cuda" and torch.cuda.device_count() < settings.ep:
-        raise MoKArgumentError(f"ep={settings.ep}: must be at most {torch.cuda.device_count()}, the number of GPUs here (or use device=cpu)")
+        raise MoKArgumentError(
+            f"ep={settings.ep}: must be at most {torch.cuda.device_count()}, the number of GPUs here; without "
+            "one, --device cpu tries the benchmark on a small shape"
+        )
+    if settings.device == "cpu" and int(os.environ.get("RANK", "0")) == 0:
+        print("on the CPU, with gloo in NCCL's place: these times say nothing about a GPU")
     settings.out.mkdir(parents=True, exist_ok=True)
     if world > 1:
         return _run_rank(settings, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), None)
