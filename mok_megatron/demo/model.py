@@ -45,6 +45,7 @@ def build_model(settings: DemoSettings, dispatcher: str) -> DistributedDataParal
         moe_ffn_hidden_size=settings.ffn_hidden_size,
         num_moe_experts=settings.num_experts,
         moe_router_topk=settings.topk,
+        moe_router_pre_softmax=settings.topk == 1,  # a softmax over the one chosen expert is always 1; Megatron refuses it
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
         moe_router_dtype="fp32",

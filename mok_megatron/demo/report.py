@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from mok_megatron.errors import MoKArgumentError
 
 ALLOWED_MULTIPLE_OF_FLOOR = 4.0
 _WARM_UP_STEPS = 2
@@ -135,14 +139,34 @@ def to_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def prepare(out: Path) -> None:
+    """Makes the folder ``out`` and proves, changing nothing in it, that :func:`write` can write its files there.
+
+    Raises:
+        MoKArgumentError: it cannot be made, or one of the files cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"x")
+        for path in _paths(out):
+            if os.path.lexists(path):  # of an earlier run: opening it to append leaves it as it is
+                path.open("ab").close()
+    except OSError as error:
+        raise MoKArgumentError(f"--out: {out} is not allowed; must be a folder that can be made and written to: {error}") from error
+
+
 def write(report: dict[str, Any], out: Path) -> list[Path]:
-    """Writes ``report.md``, ``report.json`` and ``loss.png`` into ``out``, which is made if need be."""
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / "report.md", out / "report.json", out / "loss.png"]
+    """Writes ``report.md``, ``report.json`` and ``loss.png`` into ``out``, a folder that :func:`prepare` has seen."""
+    paths = _paths(out)
     paths[0].write_text(to_markdown(report))
     paths[1].write_text(json.dumps(report, indent=1))
     _plot(report, paths[2])
     return paths
+
+
+def _paths(out: Path) -> list[Path]:
+    return [out / "report.md", out / "report.json", out / "loss.png"]
 
 
 def _plot(report: dict[str, Any], path: Path) -> None:

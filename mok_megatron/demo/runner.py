@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
+import shutil
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from pathlib import Path
 
 from mok_megatron.demo import report
@@ -26,13 +30,25 @@ def run_demo(settings: DemoSettings) -> int:
     """Trains, compares, writes the report into ``settings.out`` and prints it.
 
     Returns:
-        0: MoK stayed within four times the floor. 1: it did not. 3: the training itself failed or took longer than
-        ``settings.timeout_seconds``; no report is written then, and no process is left behind.
+        0: MoK stayed within four times the floor. 1: it did not. 3: there is no answer, because the training failed or
+        took longer than ``settings.timeout_seconds``, or because the report could not be written, which is printed then
+        all the same. No process is left behind.
 
     Raises:
+        MoKArgumentError: ``settings.out`` cannot be made or written; nothing was trained.
         MoKUnsupportedError: a package that the demo needs is not installed.
     """
+    report.prepare(settings.out)
     _require_packages()
+    try:
+        return _run(settings)
+    except Exception:
+        # Left to the interpreter this would be exit code 1, "MoK differs".
+        traceback.print_exc()
+        return EXIT_FAILED
+
+
+def _run(settings: DemoSettings) -> int:
     machine = _machine()
     # Training is for the CPU executor: Megatron must not pick a GPU for tensors that MoK then refuses.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -44,25 +60,32 @@ def run_demo(settings: DemoSettings) -> int:
             return EXIT_FAILED
         runs = json.loads(Path(scratch, "runs.json").read_text())
     summary = report.summarise(settings.to_dict(), machine, runs)
-    paths = report.write(summary, settings.out)
-    print(report.to_markdown(summary))
+    try:
+        paths = report.write(summary, settings.out)
+    finally:
+        print(report.to_markdown(summary))  # also where it could not be written: the training took its time
     print("written: " + ", ".join(str(path) for path in paths))
     return EXIT_AGREES if summary["passed"] else EXIT_DIFFERS
 
 
 def _train(settings: DemoSettings, scratch: str) -> str | None:
     """Runs one process a rank. Returns None when all succeeded, else what went wrong; no process is left either way."""
-    import torch.multiprocessing as multiprocessing
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
     deadline = time.monotonic() + settings.timeout_seconds
-    context = multiprocessing.start_processes(
-        _train_rank, args=(settings, scratch), nprocs=settings.ranks, join=False, start_method="spawn"
+    context = start_processes(
+        _train_rank,
+        args=(settings, scratch),
+        nprocs=settings.ranks,
+        join=False,
+        daemon=True,  # an interrupt while they are being started ends them, too
+        start_method="spawn",
     )
     try:
         while not context.join(timeout=0.5):  # raises, after ending the others, when a process fails
             if time.monotonic() > deadline:
                 return f"not finished after --timeout-seconds {settings.timeout_seconds:g}; all processes were ended"
-    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+    except (ProcessRaisedException, ProcessExitedException) as error:
         return str(error).strip()
     finally:
         for process in context.processes:
@@ -73,9 +96,27 @@ def _train(settings: DemoSettings, scratch: str) -> str | None:
 
 
 def _train_rank(rank: int, settings: DemoSettings, scratch: str) -> None:
+    _end_with_parent(scratch)
     from mok_megatron.demo.train import train_rank  # Megatron-Core is imported here, in the training process only
 
     train_rank(rank, settings, scratch)
+
+
+def _end_with_parent(scratch: str) -> None:
+    """From now on this process ends, whatever it is doing, once its parent is gone, however that ended.
+
+    torch has the kernel send SIGINT then, which does nothing where SIGINT is ignored (a background job of a script,
+    nohup) or where the main thread is inside a collective.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a process that the demo started may call this"
+
+    def wait() -> None:
+        parent.join()
+        shutil.rmtree(scratch, ignore_errors=True)  # the parent had no time to
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=wait, name="mok_megatron.demo.parent", daemon=True).start()
 
 
 def _require_packages() -> None:

@@ -5,12 +5,32 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from mok_megatron.config import CHANNEL_MULTIPLE, INTEGER_LIMIT, LONGEST_TIMEOUT_SECONDS, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK
 from mok_megatron.errors import MoKArgumentError
+
+_MOST = INTEGER_LIMIT - 1
+_LIMITS = {
+    "steps": (1, _MOST),
+    "ranks": (1, MAX_EP_SIZE),
+    "seed": (0, _MOST),
+    "num_layers": (1, _MOST),
+    "num_experts": (1, MAX_EP_SIZE * MAX_LOCAL_EXPERTS),
+    "topk": (1, MAX_TOPK),
+    "hidden_size": (CHANNEL_MULTIPLE, _MOST),
+    "ffn_hidden_size": (CHANNEL_MULTIPLE, _MOST),
+    "seq_length": (2, _MOST),
+    "micro_batch_size": (1, _MOST),
+    "num_microbatches": (1, _MOST),
+}
+"""The least and the most that each of the whole-number fields may be, whatever the others are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DemoSettings:
     """A demo run. Each field is a ``mok-megatron demo`` option of the same name unless marked fixed.
+
+    All that MoK itself would refuse is refused here, so that no process is started for it. ``out`` is not looked at:
+    :func:`mok_megatron.demo.report.prepare` makes it and proves that it can be written.
 
     Raises:
         MoKArgumentError: on construction, naming the argument, its value and the rule it breaks.
@@ -35,23 +55,35 @@ class DemoSettings:
     learning_rate: float = 2e-3
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_layers", "topk", "micro_batch_size", "num_microbatches"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("ranks", 1 <= self.ranks <= 8, "between 1 and 8 (one process each; it is also the EP size)")
-        self._require("seed", 0 <= self.seed < 2**31, "between 0 and 2147483647")
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            self._require(name, isinstance(value, int) and not isinstance(value, bool), "a whole number")
+            self._require(name, least <= value <= most, f"between {least} and {most}")
         self._require("dtype", self.dtype in ("bf16", "fp32"), "bf16 or fp32")
         for name in ("hidden_size", "ffn_hidden_size"):
-            value = getattr(self, name)
-            self._require(name, value >= 64 and value % 64 == 0, "a positive multiple of 64")
-        self._require("seq_length", self.seq_length >= 2, "at least 2")
+            self._require(name, getattr(self, name) % CHANNEL_MULTIPLE == 0, f"a multiple of {CHANNEL_MULTIPLE}")
         self._require(
-            "num_experts", self.num_experts >= 1 and self.num_experts % self.ranks == 0,
-            f"a positive multiple of --ranks ({self.ranks}): every rank holds the same number of experts",
+            "num_experts", self.num_experts % self.ranks == 0,
+            f"a multiple of --ranks ({self.ranks}): every rank holds the same number of experts",
         )  # fmt: skip
+        most = MAX_LOCAL_EXPERTS * self.ranks
+        self._require("num_experts", self.num_experts <= most, f"at most {most}: {MAX_LOCAL_EXPERTS} on each of --ranks ({self.ranks})")
         self._require("topk", self.topk <= self.num_experts, f"at most --num-experts ({self.num_experts})")
-        self._require("topk", self.topk <= 32, "at most 32")
-        self._require("timeout_seconds", self.timeout_seconds > 0, "greater than 0")
-        self._require("out", not self.out.exists() or self.out.is_dir(), "a folder, or a path that does not exist yet")
+        most = _MOST // (self.seq_length * self.topk)
+        self._require(
+            "micro_batch_size", self.micro_batch_size <= most,
+            f"at most {most} with --seq-length {self.seq_length} and --topk {self.topk}: a microbatch has fewer than 2^31 routes",
+        )  # fmt: skip
+        most = _MOST // (self.ranks * self.num_microbatches * self.micro_batch_size)
+        self._require(
+            "steps", self.steps <= most,
+            f"at most {most} with --ranks {self.ranks}, --num-microbatches {self.num_microbatches} and --micro-batch-size "
+            f"{self.micro_batch_size}: a run has fewer than 2^31 samples",
+        )  # fmt: skip
+        self._require(
+            "timeout_seconds", 0 < self.timeout_seconds <= LONGEST_TIMEOUT_SECONDS,
+            f"greater than 0 and at most {LONGEST_TIMEOUT_SECONDS} (a week)",
+        )  # fmt: skip
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

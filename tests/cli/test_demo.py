@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Result, write_tree
+from tests.cli.conftest import ROOT, Result, write_tree
 
 Mok = Callable[..., Result]
 SHORT = ("demo", "--steps", "6", "--hidden-size", "64", "--ffn-hidden-size", "64", "--seq-length", "32", "--out", "report")
@@ -102,7 +107,7 @@ stock, functional.forward = functional.forward, forward
     assert result.code == 3, result
     assert "planted failure of rank 1" in result.err
     assert processes_of(tmp_path) == []
-    assert not (tmp_path / "cwd" / "report").exists()
+    assert list((tmp_path / "cwd" / "report").iterdir()) == []
 
 
 def test_a_hanging_rank_ends_with_the_time_limit(mok: Mok, tmp_path: Path) -> None:
@@ -112,6 +117,48 @@ def test_a_hanging_rank_ends_with_the_time_limit(mok: Mok, tmp_path: Path) -> No
     assert "not finished after --timeout-seconds 5" in result.err
     assert time.monotonic() - started < 60
     assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL], ids=lambda ending: ending.name)
+def test_ranks_end_with_their_parent(tmp_path: Path, ending: signal.Signals) -> None:
+    """The parent is killed while SIGINT is ignored, as in a background job of a script."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    code = "import os, pathlib, time\npathlib.Path(os.environ['TMPDIR'], f'rank-{os.getpid()}').touch()\ntime.sleep(600)"
+    paths = os.pathsep.join(map(str, (plant(tmp_path, code), ROOT)))
+    parent = subprocess.Popen(
+        ["/bin/sh", "-c", 'trap "" INT; exec "$0" "$@"', sys.executable, "-m", "mok_megatron.cli", *SHORT],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert eventually(lambda: len(list(temporary.glob("rank-*"))) == 2, seconds=60)
+        assert list(temporary.glob("mok-demo-*")) != []
+        parent.send_signal(ending)
+        assert parent.wait(timeout=10) == -ending
+        assert eventually(lambda: processes_of(tmp_path) == [], seconds=5), processes_of(tmp_path)
+        assert list(temporary.glob("mok-demo-*")) == []
+    finally:
+        parent.kill()
+        parent.wait()
+        for rank in temporary.glob("rank-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(rank.name.removeprefix("rank-")), signal.SIGKILL)
+
+
+def eventually(holds: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_one_expert_a_token_trains(mok: Mok) -> None:
+    """Megatron wants the softmax before the choice of a single expert. One step: the code of the answer is not looked at."""
+    result = mok(*SHORT, "--steps", "1", "--topk", "1", "--num-experts", "1", "--ranks", "1", "--num-layers", "1")
+    assert result.code in (0, 1) and "## Tokens per expert" in result.out, result
 
 
 def processes_of(folder: Path) -> list[str]:

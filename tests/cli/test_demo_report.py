@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mok_megatron.demo import report
+from mok_megatron.demo import report, runner
 from mok_megatron.demo.settings import DemoSettings
+from mok_megatron.errors import MoKArgumentError
 
 
 def runs(mok: list[float], allgather: float = 0.01, one_ulp: float = 0.02, mok_layer: str = "MoKMoELayer") -> dict[str, Any]:
@@ -65,9 +66,48 @@ def test_a_mok_run_that_stock_layers_computed_fails() -> None:
     assert answer["failures"][0] == "run mok, layer 1: asked for mok, MoELayer ran"
 
 
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's runner with a training that takes no time and has MoK agree."""
+
+    def train(settings: DemoSettings, scratch: str) -> None:
+        Path(scratch, "runs.json").write_text(json.dumps(runs(mok=[3.0, 2.01, 1.0])))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the runner sets it
+    monkeypatch.setattr(runner, "_require_packages", lambda: None)
+    monkeypatch.setattr(runner, "_machine", lambda: {"executor": "CPU executor", "executor_reason": "no NVIDIA GPU found"})
+    monkeypatch.setattr(runner, "_train", train)
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_report_that_cannot_be_written_is_printed_and_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = DemoSettings(out=tmp_path / "out", steps=3, num_experts=4)
+    assert runner.run_demo(settings) == runner.EXIT_AGREES
+    capsys.readouterr()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "_plot", full)
+    assert runner.run_demo(settings) == runner.EXIT_FAILED
+    out, err = capsys.readouterr()
+    assert "**MoK agrees with AllToAll.**" in out and "written:" not in out
+    assert "No space left on device" in err
+
+
+@pytest.mark.usefixtures("trained")
+def test_nothing_is_trained_for_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(runner, "_train", lambda *args: pytest.fail("trained"))
+    with pytest.raises(MoKArgumentError, match="must be a folder that can be made and written to"):
+        runner.run_demo(DemoSettings(out=tmp_path / "file"))
+
+
 def test_report_files(tmp_path: Path) -> None:
     answer = summary(mok=[3.0, 2.01, 1.0])
-    markdown, json_file, png = report.write(answer, tmp_path / "new" / "folder")
+    markdown, json_file, png = report.write(answer, tmp_path)
     assert json.loads(json_file.read_text()) == answer
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
     text = markdown.read_text()
