@@ -1,4 +1,4 @@
-"""The ``mok-megatron`` command. Exit codes: 0 good, 1 the answer is no, 2 wrong argument, 3 a demo's training failed, 130 interrupted."""
+"""The ``mok-megatron`` command. Exit codes: 0 good, 1 the answer is no, 2 wrong argument, 3 a demo has no answer, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Trains a small GPT MoE model of Megatron-Core with Megatron's own dispatchers and with "
         "--moe-backend=mok, from the same weights on the same batches, and reports how far the losses are apart next to "
         "the floor that Megatron's own dispatchers set. Exit code 0: within four times the floor; 1: not; "
-        "3: the training failed.",
+        "3: no answer, the training failed or its report could not be written.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     options = {

@@ -262,8 +262,16 @@ def judge(command: Sequence[str]) -> list[dict[str, str]]:
     own = check_own_flags(flags)
     others = [v for v in check_arguments(flags) if not v.flag.startswith(("--mok-", "--moe-backend"))]
     verdicts = [{"flag": v.flag, "value": str(v.value), "verdict": v.verdict, "reason": v.reason} for v in [*own, *others]]
-    found = _judge_gradient_fusion(flags) + verdicts
+    found = _judge_gpus() + _judge_gradient_fusion(flags) + verdicts
     return sorted(found, key=lambda verdict: verdict["verdict"] != "refused")
+
+
+def _judge_gpus() -> list[dict[str, str]]:
+    """A run that sees a GPU uses it, and is refused at its start."""
+    if not find_gpus() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    reason = f"{ON_GPUS}. A script that trains without CUDA (scripts/pretrain_cpu.py) runs here with CUDA_VISIBLE_DEVICES= (empty)"
+    return [{"flag": "--moe-backend", "value": "mok, where a GPU is visible", "verdict": "refused", "reason": reason}]
 
 
 def _judge_gradient_fusion(flags: Sequence[str]) -> list[dict[str, str]]:

@@ -74,7 +74,7 @@ def load_shape(name: str, folder: Path = CONFIG_FOLDER) -> ModelShape:
     unknown = sorted(set(values) - {*_FIELDS, "mok"})
     if unknown:
         raise MoKArgumentError(f"shapes={name!r}: the file has unknown keys {unknown}, allowed are {', '.join(_FIELDS)} and mok")
-    return ModelShape(**{field: values[field] for field in _FIELDS}, config=MoKConfig.from_mapping(values.get("mok") or {}))
+    return ModelShape(**{field: values[field] for field in _FIELDS}, config=MoKConfig.from_yaml(path) if "mok" in values else MoKConfig())
 
 
 def _read(path: Path) -> dict[str, Any]:

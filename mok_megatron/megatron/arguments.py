@@ -107,6 +107,7 @@ def finish_arguments(args: Namespace) -> None:
         MoKArgumentError: a knob has a value that is not allowed.
         MoKUnsupportedError: ``mok`` is asked for together with something it does not support, or cannot run here.
     """
+    settings.keep_flags(args)
     if args.moe_backend is None:
         args.moe_backend = settings.backend_from_environment() or "megatron"
     for name, value in DISPATCHER_FLAGS.get(args.moe_backend, {}).items():

@@ -103,7 +103,7 @@ def _announce(run: settings.RunSettings, config: Any) -> None:
     """Says once in the run log which backend runs."""
     if run.backend == "mok":
         knobs = {k: v for k, v in run.config.to_dict().items() if v is not None}
-        text = f"MoE backend: mok (Mixture-of-Kittens; {', '.join(f'{k}={v}' for k, v in knobs.items())})"
+        text = f"MoE backend: mok (Mixture-of-Kittens on the CPU executor; {', '.join(f'{k}={v}' for k, v in knobs.items())})"
     else:
         dispatcher = config.moe_token_dispatcher_type
         if dispatcher == "flex":

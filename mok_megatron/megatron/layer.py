@@ -84,8 +84,9 @@ class MoKMoELayer(MoELayer):
         # The first call of the first layer makes it and the others find it, so that every rank of the group takes part in the
         # making at the same call, whatever number of tokens it brings there.
         workspace = _workspaces.get(key)
-        # None yet, closed, or of a run that failed: a restart within the process goes on with the layers that there are.
-        missing = workspace is None or not workspace.buffers or workspace.failure is not None
+        # None yet, or closed. At EP 1 also after a failure: a restart within the process goes on with the layers that there are. In a group the
+        # restart has new process groups, and a rank that goes on alone must be told at once.
+        missing = workspace is None or not workspace.buffers or (workspace.failure is not None and self._mok_group is None)
         if not missing and tokens is None and self._mok_group is None:
             missing = x.shape[0] > workspace.num_local_tokens  # nobody to agree with: it may grow
         if missing:
@@ -93,7 +94,8 @@ class MoKMoELayer(MoELayer):
                 settings.config,
                 self._mok_group,
                 device=x.device,
-                num_local_tokens=max(tokens or 0, x.shape[0], 1),
+                # Beyond what the user has set, a call is refused on every rank.
+                num_local_tokens=settings.max_tokens_per_rank or max(tokens or 0, x.shape[0], 1),
                 hidden_size=x.shape[1],
                 topk=self.token_dispatcher.topk,
                 num_local_experts=self.num_local_experts,

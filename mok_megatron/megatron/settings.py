@@ -48,6 +48,17 @@ def choose(backend: str | None, config: MoKConfig | None, max_tokens_per_rank: i
     _chosen = _Chosen(backend, config, max_tokens_per_rank, log_expert_load)
 
 
+_kept: dict[str, Any] = {}
+
+
+def keep_flags(args: Namespace) -> None:
+    """Remembers this package's flags of a command line whose arguments a YAML file will replace (``--yaml-cfg``)."""
+    global _kept
+    replaced = getattr(args, "yaml_cfg", None) is not None
+    own = {name: value for name, value in vars(args).items() if name == "moe_backend" or name.startswith("mok_")}
+    _kept = {name: value for name, value in own.items() if replaced and value is not None and value is not False}
+
+
 def check_backend(value: Any, source: str) -> str:
     """``value`` if it names a backend.
 
@@ -74,6 +85,8 @@ def resolve(args: Namespace | None) -> RunSettings:
     Raises:
         MoKArgumentError: a value is not one of those allowed.
     """
+    if _kept:
+        args = Namespace(**{**(vars(args) if args is not None else {}), **_kept})
     backend = _chosen.backend or _backend_from_args(args) or backend_from_environment() or "megatron"
     config = _chosen.config or config_from_args(args)
     max_tokens = _chosen.max_tokens_per_rank

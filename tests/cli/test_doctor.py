@@ -238,3 +238,13 @@ def test_gpus_and_links_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: py
     assert findings["CUDA driver"].value == "580.1"
     assert findings["GPUs"].value == "0: NVIDIA H200 (sm_90); 1: NVIDIA H200 (sm_90)"
     assert findings["links"].value == said
+
+
+def test_a_command_line_where_a_gpu_is_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the run itself refuses it."""
+    monkeypatch.setattr(doctor, "find_gpus", lambda: [{"index": "0", "name": "NVIDIA H200"}])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    refused = [v for v in doctor.judge(["train.py", "--num-experts", "8"]) if v["verdict"] == "refused"]
+    assert any(v["flag"] == "--moe-backend" and "CPU executor only" in v["reason"] for v in refused)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not any(v["flag"] == "--moe-backend" for v in doctor.judge(["train.py", "--num-experts", "8"]))

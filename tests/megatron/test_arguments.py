@@ -43,6 +43,7 @@ def parse(*argv: str) -> Namespace:
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_chosen", settings._Chosen())
+    monkeypatch.setattr(settings, "_kept", {})
     monkeypatch.delenv(settings.BACKEND_VARIABLE, raising=False)
 
 
@@ -146,3 +147,15 @@ def test_the_program_goes_before_flags_and_environment(monkeypatch: pytest.Monke
     assert settings.resolve(args).backend == "deepep"
     with pytest.raises(MoKArgumentError, match="backend is 'cats'"):
         settings.choose("cats", None, None, None)
+
+
+def test_flags_beside_a_yaml_file_that_replaces_the_arguments_are_kept() -> None:
+    """Megatron throws the parsed arguments away for those of --yaml-cfg; the backend that was typed must not go with them."""
+    made = parser()
+    made.add_argument("--yaml-cfg")
+    made.parse_args(["--moe-backend", "mok", "--mok-minibatch-size", "256", "--yaml-cfg", "model.yaml"])
+    run = settings.resolve(Namespace(hidden_size=64))
+    assert run.backend == "mok" and run.config.minibatch_size == 256
+    assert settings.resolve(Namespace(moe_backend="alltoall", mok_macrobatch_size=512)).backend == "mok"
+    parse()
+    assert settings.resolve(Namespace(hidden_size=64)).backend == "megatron"

@@ -195,7 +195,7 @@ if importlib.util.find_spec("megatron.training") is not None:
     def test_a_launch_command_trains_a_step(folder: Path) -> None:
         ended = launch(folder, STEP, *FLAGS.split(), CUDA_DEVICE_MAX_CONNECTIONS="1")
         assert ended.returncode == 0, ended.stderr[-3000:]
-        assert "mok_megatron: MoE backend: mok (Mixture-of-Kittens; minibatch_size=128" in ended.stdout
+        assert "mok_megatron: MoE backend: mok (Mixture-of-Kittens on the CPU executor; minibatch_size=128" in ended.stdout
         assert "workspaces [(64, 128)]" in ended.stdout, "32 tokens a sequence, 2 sequences"
         assert "layers ['MoKMoELayer', 'MoKMoELayer']" in ended.stdout
         assert "routes [128, 128]" in ended.stdout
