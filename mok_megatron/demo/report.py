@@ -87,7 +87,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     norms = report["relative_gradient_norm_difference"]
     verdict = "**MoK agrees with AllToAll.**" if report["passed"] else "**FAILED.**"
     lines = [
-        "# MoK and Megatron's AllToAll, the same training twice",
+        "# MoK and Megatron's AllToAll, one training with several backends",
         "",
         verdict,
         *(f"- {failure}" for failure in report["failures"]),
