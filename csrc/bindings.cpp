@@ -160,8 +160,8 @@ std::tuple<Tensor, Tensor> task_stream(const Tensor& expert_row_offsets, std::ve
 int64_t row_offset(int64_t row, int64_t row_elements) { return mok::row_offset(row, row_elements); }
 
 std::vector<int64_t> tile_sizes() {
-  return {mok::kBlockRows, mok::kDispatchRows, mok::kGateUpCols,  mok::kHiddenCols,
-          mok::kActivationGradCols, mok::kWgradRows, mok::kWgradCols, mok::kReduceTokens};
+  return {mok::kBlockRows,          mok::kDispatchRows, mok::kGateUpCols, mok::kHiddenCols,
+          mok::kActivationGradCols, mok::kWgradRows,    mok::kWgradCols,  mok::kReduceTokens};
 }
 
 Tensor tile_sizes_like(const Tensor& like) {

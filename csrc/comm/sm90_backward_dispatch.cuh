@@ -27,7 +27,8 @@ __device__ __forceinline__ void fetch_backward_rows(const BackwardParams& params
   __nv_bfloat16* ring = dy ? params.dy_ring : params.x_ring;
   for (int32_t row = 0; row < count; ++row) {
     const int64_t address = __shfl_sync(0xffffffffu, source, row);
-    copy_row(reinterpret_cast<const uint4*>(address), reinterpret_cast<uint4*>(ring + row_offset(ring_row + row, params.shape.hidden)), chunks, lane);
+    copy_row(reinterpret_cast<const uint4*>(address), reinterpret_cast<uint4*>(ring + row_offset(ring_row + row, params.shape.hidden)), chunks,
+             lane);
   }
   // The rows are read by bulk copies, which follow another order than these stores.
   ptx::fence_async_global();
@@ -59,8 +60,8 @@ __device__ __forceinline__ void help_backward_opening(const BackwardParams& para
   constexpr int kPolls = 10000;
   const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
   for (int polls = 0; polls < kPolls; ++polls) {
-    const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
-                      ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
+    const bool here =
+        static_cast<int64_t>(lane) >= params.shape.ep_size || ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
     const bool all = __all_sync(0xffffffffu, here);
     // What a lane has acquired, the others may read.
     __syncwarp();

@@ -6,7 +6,7 @@
 
 namespace mok {
 
-constexpr int kFetchRows = 4;    // rows of one warp's part of a task
+constexpr int kFetchRows = 4;  // rows of one warp's part of a task
 constexpr int kFetchParts = kDispatchRows / kFetchRows;
 constexpr int kFetchUnroll = 8;  // 16-byte loads in flight a lane
 static_assert(kDispatchRows % kFetchRows == 0, "a fetch is split evenly");
@@ -74,12 +74,14 @@ __device__ __forceinline__ bool wait_entered(const WaitContext& context, uint32_
   return ready;
 }
 
-// The opening: rows of the first fetch tasks, one row a ticket, for all warps. These tasks wait for nothing but the peers, so no warp can end up waiting
-// for a tile that it should compute itself. Every warp fetches rows for the first wave of tiles before it takes up its role; the communication warps,
-// and consumers without a tile, go on with those of the next waves.
+// The opening: rows of the first fetch tasks, one row a ticket, for all warps. These tasks wait for nothing but the peers, so no warp can end up
+// waiting for a tile that it should compute itself. Every warp fetches rows for the first wave of tiles before it takes up its role; the
+// communication warps, and consumers without a tile, go on with those of the next waves.
 constexpr int64_t kOpeningWaves = 3;
 
-__device__ __forceinline__ int64_t wave_rows(const ForwardParams& params) { return ceil_div(gridDim.x, params.totals->gemm1_tiles) * kBlockRows; }
+__device__ __forceinline__ int64_t wave_rows(const ForwardParams& params) {
+  return ceil_div(gridDim.x, params.totals->gemm1_tiles) * kBlockRows;
+}
 
 __device__ __forceinline__ int64_t opening_rows(const ForwardParams& params) {
   return min_of(params.totals->first_macro_rows, kOpeningWaves * wave_rows(params));
@@ -96,16 +98,16 @@ __device__ __forceinline__ bool fetch_opening_row(const ForwardParams& params, i
 
 __device__ __forceinline__ bool peers_entered(const ForwardParams& params, const WaitContext& context, uint32_t lane) {
   const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
-  const bool here = static_cast<int64_t>(lane) >= params.shape.ep_size ||
-                    ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
+  const bool here =
+      static_cast<int64_t>(lane) >= params.shape.ep_size || ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
   const bool all = __all_sync(0xffffffffu, here);
   // What a lane has acquired, the others may read.
   __syncwarp();
   return all;
 }
 
-// For all warps, before the roles: helps where the peers are there soon. A function call here, such as the report of a wait that ran out, would leave
-// the consumers too few registers.
+// For all warps, before the roles: helps where the peers are there soon. A function call here, such as the report of a wait that ran out, would
+// leave the consumers too few registers.
 __device__ __forceinline__ void help_opening(const ForwardParams& params, const WaitContext& context, uint32_t lane) {
   constexpr int kPolls = 10000;
   for (int polls = 0; polls < kPolls; ++polls) {

@@ -21,8 +21,8 @@ enum WaitPhase : int64_t { kPhaseEntered = 0, kPhaseDone = 1, kPhaseCounter = 2,
 
 __device__ __forceinline__ bool pass_aborted(const WaitContext& context) { return ptx::load_acquire_gpu(&context.state->aborted) != 0; }
 
-static __device__ __noinline__ void abort_pass(const WaitContext& context, int64_t code, int64_t phase, int64_t missing, int64_t expected, int64_t seen,
-                                        int64_t waited) {
+static __device__ __noinline__ void abort_pass(const WaitContext& context, int64_t code, int64_t phase, int64_t missing, int64_t expected,
+                                               int64_t seen, int64_t waited) {
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
   FaultRecord* record = context.fault;
   record->phase = phase;

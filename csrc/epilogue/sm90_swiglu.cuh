@@ -16,13 +16,11 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-__device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(packed));
-}
+__device__ __forceinline__ float2 unpack_bf16(uint32_t packed) { return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(packed)); }
 
-// Epilogue of one warp: 16 rows, 128 gate columns and then the same 128 up columns. Half a tile at a time (64 columns of each, rounded) goes through
-// 4 KB of shared memory, so that what follows works on whole 16-byte chunks of a row in a short loop: unrolled over the accumulators, the same
-// arithmetic is 13 KB of code a tile, and fetching that takes longer than running it.
+// Epilogue of one warp: 16 rows, 128 gate columns and then the same 128 up columns. Half a tile at a time (64 columns of each, rounded) goes
+// through 4 KB of shared memory, so that what follows works on whole 16-byte chunks of a row in a short loop: unrolled over the accumulators,
+// the same arithmetic is 13 KB of code a tile, and fetching that takes longer than running it.
 struct SwigluTarget {
   __nv_bfloat16* activation;  // the warp's first row, the tile's first column; pitch I
   __nv_bfloat16* gate;        // likewise, pitch 2I; null: gate and up are not kept
@@ -31,7 +29,8 @@ struct SwigluTarget {
 };
 
 // `weight` of lanes 0-15 is the router weight of row `lane`. I is a multiple of 64, so half a tile lies inside it or outside.
-__device__ __forceinline__ void store_swiglu(float (&accumulators)[128], uint32_t staging, const SwigluTarget& target, float weight, uint32_t lane) {
+__device__ __forceinline__ void store_swiglu(float (&accumulators)[128], uint32_t staging, const SwigluTarget& target, float weight,
+                                             uint32_t lane) {
   // 16 rows of 256 bytes, gate chunks 0-7 and up chunks 8-15, swizzled by row so that neither side meets a bank conflict.
   const auto chunk_at = [&](uint32_t row, uint32_t chunk) { return staging + row * 256 + ((chunk ^ (row & 7)) << 4); };
   const uint32_t matrix = lane >> 3, matrix_row = (matrix & 1) * 8 + (lane & 7), matrix_chunk = matrix >> 1;
@@ -43,8 +42,8 @@ __device__ __forceinline__ void store_swiglu(float (&accumulators)[128], uint32_
 #pragma unroll
       for (uint32_t j = 0; j < 8; j += 2) {
         const float* a = accumulators + 64 * part + 4 * (8 * half + j);
-        ptx::store_matrices(chunk_at(matrix_row, 8 * part + j + matrix_chunk), pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
-                            pack_bf16(a[6], a[7]));
+        ptx::store_matrices(chunk_at(matrix_row, 8 * part + j + matrix_chunk), pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]),
+                            pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7]));
       }
     }
     __syncwarp();

@@ -1,5 +1,5 @@
-// Epilogue of the down projection's input gradient: from dh in fp32 and the kept gate and up, the activation h again bit for bit, the gradients of gate
-// and up, and a row's share of its router weight's gradient over these columns.
+// Epilogue of the down projection's input gradient: from dh in fp32 and the kept gate and up, the activation h again bit for bit, the gradients
+// of gate and up, and a row's share of its router weight's gradient over these columns.
 #pragma once
 
 #include "sm90_swiglu.cuh"
@@ -41,11 +41,11 @@ __device__ __forceinline__ GateUpChunk load_gate_up(const SwigluBackwardTarget& 
   return {ptx::load_stream_16(gate), ptx::load_stream_16(gate + target.inner)};
 }
 
-// Epilogue of one warp: 16 rows x 256 columns of dh. A quarter of the columns at a time goes through 4 KB of shared memory as fp32, so that a lane then
-// holds eight neighbouring columns of a row. `weight` of lanes 0-15 is the router weight of row `lane`; so is the returned sum for its gradient.
-// `first` and `second` are the chunks of steps 0 and 1, loaded before the products, which hide it.
-__device__ __forceinline__ float store_swiglu_backward(float (&accumulators)[128], uint32_t staging, const SwigluBackwardTarget& target, float weight,
-                                                       GateUpChunk first, GateUpChunk second, uint32_t lane) {
+// Epilogue of one warp: 16 rows x 256 columns of dh. A quarter of the columns at a time goes through 4 KB of shared memory as fp32, so that a
+// lane then holds eight neighbouring columns of a row. `weight` of lanes 0-15 is the router weight of row `lane`; so is the returned sum for its
+// gradient. `first` and `second` are the chunks of steps 0 and 1, loaded before the products, which hide it.
+__device__ __forceinline__ float store_swiglu_backward(float (&accumulators)[128], uint32_t staging, const SwigluBackwardTarget& target,
+                                                       float weight, GateUpChunk first, GateUpChunk second, uint32_t lane) {
   // 16 rows of 256 bytes in 16-byte chunks, swizzled by row so that neither side meets a bank conflict.
   const auto chunk_at = [&](uint32_t row, uint32_t chunk) { return staging + row * 256 + ((chunk ^ (2 * (row & 7))) << 4); };
   const uint32_t steps = target.columns >= 256 ? 16 : static_cast<uint32_t>(target.columns) / 16;
@@ -70,7 +70,8 @@ __device__ __forceinline__ float store_swiglu_backward(float (&accumulators)[128
       const uint32_t row = 4 * i + (lane >> 3), column = lane & 7;
       // Lanes 4-7 of a row read their two chunks the other way round: no bank conflict.
       const bool swapped = column & 4;
-      const float4 one = ptx::load_shared_floats(chunk_at(row, 2 * column + swapped)), other = ptx::load_shared_floats(chunk_at(row, 2 * column + !swapped));
+      const float4 one = ptx::load_shared_floats(chunk_at(row, 2 * column + swapped)),
+                   other = ptx::load_shared_floats(chunk_at(row, 2 * column + !swapped));
       const float4 low = swapped ? other : one, high = swapped ? one : other;
       const float dh[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       const float row_weight = __shfl_sync(0xffffffffu, weight, row);

@@ -1,4 +1,5 @@
-// Epilogue of the weight gradients: a 128 x 256 tile in fp32 goes to its gradient once, or to scratch when the expert's rows go on in the next macrobatch.
+// Epilogue of the weight gradients: a 128 x 256 tile in fp32 goes to its gradient once, or to scratch when the expert's rows go on in the next
+// macrobatch.
 #pragma once
 
 #include "sm90_push.cuh"
@@ -17,7 +18,9 @@ __device__ __forceinline__ void prefetch_weight_grad(int64_t grad, int64_t first
 }
 
 // The scratch tile in the order of the registers of a warp.
-__device__ __forceinline__ float4* scratch_at(float* tile, uint32_t warp, uint32_t lane) { return reinterpret_cast<float4*>(tile) + warp * 1024 + lane; }
+__device__ __forceinline__ float4* scratch_at(float* tile, uint32_t warp, uint32_t lane) {
+  return reinterpret_cast<float4*>(tile) + warp * 1024 + lane;
+}
 
 __device__ __forceinline__ void load_sum(float (&accumulators)[128], float* tile, uint32_t warp, uint32_t lane) {
   const float4* source = scratch_at(tile, warp, lane);

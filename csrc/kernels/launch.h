@@ -9,12 +9,20 @@ constexpr int kMaxRanks = 8;
 constexpr int kMaxLocalExperts = 256;
 // Words of one peer's row of flags (mok_megatron/protocol.py names them). Of the three status records the kernels write the fatal one.
 constexpr int kFlagWords = 15;
-enum FlagWord : int { kFlagEntered = 0, kFlagDone = 1, kFlagSignature = 2, kFlagStatusCall = 11, kFlagStatusCode = 12, kFlagStatusMissing = 13, kFlagStatusLength = 14 };
+enum FlagWord : int {
+  kFlagEntered = 0,
+  kFlagDone = 1,
+  kFlagSignature = 2,
+  kFlagStatusCall = 11,
+  kFlagStatusCode = 12,
+  kFlagStatusMissing = 13,
+  kFlagStatusLength = 14
+};
 constexpr int64_t kStatusTimedOut = 2, kStatusOverflow = 4;  // overflow: `missing` holds the rows needed, `length` those available
 
 // What a wait that ran out leaves in host memory, for the thread that raises it.
 struct FaultRecord {
-  int64_t code;  // 0: none; 1: a flag or counter did not arrive in time; 2: a peer reported a fault; 3: bad route; 4: too many rows
+  int64_t code;   // 0: none; 1: a flag or counter did not arrive in time; 2: a peer reported a fault; 3: bad route; 4: too many rows
   int64_t phase;  // 0: entered, 1: done, 2: a local counter, 3: schedule exchange
   int64_t call;
   int64_t rank;
@@ -40,13 +48,13 @@ struct DeviceState {
 
 // Symmetric memory of every rank, as this rank maps it.
 struct PeerMemory {
-  int64_t x[kMaxRanks];               // bf16 [num_local_tokens, H]
-  int64_t router_weights[kMaxRanks];  // fp32 [num_local_tokens, K]
-  int64_t combine[kMaxRanks];         // bf16 [num_local_tokens * K, H]
-  int64_t flags[kMaxRanks];           // int64 [ranks, kFlagWords]
-  int64_t routes[kMaxRanks];          // int32 [2, num_local_tokens, K]
-  int64_t num_tokens[kMaxRanks];      // int64 [2]
-  int64_t dy[kMaxRanks];              // bf16 [num_local_tokens, H]
+  int64_t x[kMaxRanks];                 // bf16 [num_local_tokens, H]
+  int64_t router_weights[kMaxRanks];    // fp32 [num_local_tokens, K]
+  int64_t combine[kMaxRanks];           // bf16 [num_local_tokens * K, H]
+  int64_t flags[kMaxRanks];             // int64 [ranks, kFlagWords]
+  int64_t routes[kMaxRanks];            // int32 [2, num_local_tokens, K]
+  int64_t num_tokens[kMaxRanks];        // int64 [2]
+  int64_t dy[kMaxRanks];                // bf16 [num_local_tokens, H]
   int64_t d_router_weights[kMaxRanks];  // fp32 [num_local_tokens * K]
 };
 
@@ -100,13 +108,13 @@ struct ScheduleCall {
 namespace mok {
 int load_schedule_kernels();
 int load_backward_kernels();
-}
+}  // namespace mok
 
 extern "C" {
 #define MOK_EXPORT __attribute__((visibility("default")))
 // Each returns a cudaError_t; `stream` is a cudaStream_t.
-// Loads all kernels on the current device. Without it the first launch of each would, and a load waits for kernels that run: with one of a peer's or
-// of a collective among them, that is a deadlock between ranks.
+// Loads all kernels on the current device. Without it the first launch of each would, and a load waits for kernels that run: with one of a
+// peer's or of a collective among them, that is a deadlock between ranks.
 MOK_EXPORT int mok_sm90_load();
 MOK_EXPORT int mok_sm90_forward(const mok::ForwardCall* call, void* stream);
 MOK_EXPORT int mok_sm90_backward(const mok::BackwardCall* call, void* stream);
@@ -117,8 +125,8 @@ MOK_EXPORT int64_t mok_num_counters(int64_t capacity_blocks, int64_t num_local_e
 // Bytes of the table of tasks of a forward pass.
 MOK_EXPORT int64_t mok_forward_record_bytes(int64_t capacity_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate);
 // Bytes of the table of tasks of a backward pass, and of the sums of an expert that straddles two macrobatches.
-MOK_EXPORT int64_t mok_backward_record_bytes(int64_t capacity_blocks, int64_t macrobatch_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate,
-                                             int64_t num_local_experts);
+MOK_EXPORT int64_t mok_backward_record_bytes(int64_t capacity_blocks, int64_t macrobatch_blocks, int64_t max_tokens, int64_t hidden,
+                                             int64_t intermediate, int64_t num_local_experts);
 MOK_EXPORT int64_t mok_backward_scratch_bytes(int64_t hidden, int64_t intermediate);
 MOK_EXPORT int64_t mok_forward_call_bytes();
 MOK_EXPORT int64_t mok_backward_call_bytes();

@@ -1,9 +1,9 @@
-// The backward megakernel for sm_90a, BF16: fetch of dy, the down projection's input gradient with the backward of SwiGLU, the gate/up projection's input
-// gradient with push of dx, both weight gradients, and the final sums, in one launch; and the replay of the gate/up projection, which is all of a
-// recompute.
+// The backward megakernel for sm_90a, BF16: fetch of dy, the down projection's input gradient with the backward of SwiGLU, the gate/up
+// projection's input gradient with push of dx, both weight gradients, and the final sums, in one launch; and the replay of the gate/up
+// projection, which is all of a recompute.
 //
-// Built as the forward is: one CTA an SM in clusters of two, a producer, a scheduler and two communication warps, two consumer warpgroups that multiply a
-// 128 x 256 tile. Weights are read as they lie (K along their rows in a dgrad), and so are both operands of a weight gradient.
+// Built as the forward is: one CTA an SM in clusters of two, a producer, a scheduler and two communication warps, two consumer warpgroups that
+// multiply a 128 x 256 tile. Weights are read as they lie (K along their rows in a dgrad), and so are both operands of a weight gradient.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -46,7 +46,9 @@ struct Operand {
 
 // K along the columns of a row-major matrix, from row `row` on; K along its rows, from column `column` on.
 __device__ __forceinline__ Operand operand_k(const CUtensorMap* map, int32_t row) { return {map, 0, row, 0, 64, kStageK, 0}; }
-__device__ __forceinline__ Operand operand_mn(const CUtensorMap* map, int32_t column, int32_t row) { return {map, column, row, 64, 0, 0, kStageK}; }
+__device__ __forceinline__ Operand operand_mn(const CUtensorMap* map, int32_t column, int32_t row) {
+  return {map, column, row, 64, 0, 0, kStageK};
+}
 
 __device__ __forceinline__ void run_producer(const BackwardParams& params, Shared& shared, uint32_t cluster_rank) {
   const uint32_t stages = ptx::smem_address(shared.stages);
@@ -73,7 +75,9 @@ __device__ __forceinline__ void run_producer(const BackwardParams& params, Share
       if (kind == TileKind::kWgrad2 || kind == TileKind::kWgrad13) {
         const bool second = kind == TileKind::kWgrad2;
         a = operand_mn(second ? &params.map_dy : &params.map_d_gate_up, tile.tile_m * static_cast<int32_t>(kWgradRows), ring_row);
-        b = operand_mn(second ? &params.map_activation : tile.saved ? &params.map_saved_x : &params.map_x,
+        b = operand_mn(second       ? &params.map_activation
+                       : tile.saved ? &params.map_saved_x
+                                    : &params.map_x,
                        tile.tile_n * static_cast<int32_t>(kWgradCols), ring_row);
       } else {
         const bool down = kind == TileKind::kDgrad2;
@@ -139,7 +143,8 @@ __device__ __forceinline__ void leave_pass(const BackwardParams& params, Shared&
     params.counters[plan.dgrad2_done(block)] = 0;
     params.counters[plan.dgrad1_done(block)] = 0;
   }
-  for (int64_t expert = threadIdx.x; expert < params.shape.num_local_experts; expert += kThreads) params.counters[plan.expert_wgrad_done(expert)] = 0;
+  for (int64_t expert = threadIdx.x; expert < params.shape.num_local_experts; expert += kThreads)
+    params.counters[plan.expert_wgrad_done(expert)] = 0;
   __syncthreads();
   if (threadIdx.x == 0) {
     params.counters[plan.transfers_done()] = 0;
@@ -151,7 +156,8 @@ __device__ __forceinline__ void leave_pass(const BackwardParams& params, Shared&
   }
 }
 
-__global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardParams params) {
+__global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - ptx::smem_address(raw) % 1024) % 1024);
   const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -172,8 +178,8 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   }
   ptx::wait_previous_kernel();
   if (threadIdx.x == 0) {
-    shared.context = {params.state,          params.fault,          &params.peers, params.shape.rank, params.shape.ep_size,
-                      params.state->call + 1, params.timeout_nanoseconds};
+    shared.context = {
+        params.state, params.fault, &params.peers, params.shape.rank, params.shape.ep_size, params.state->call + 1, params.timeout_nanoseconds};
   }
   __syncthreads();
   ptx::cluster_sync();
@@ -251,11 +257,12 @@ extern "C" int64_t mok_backward_call_bytes() { return sizeof(mok::BackwardCall);
 
 extern "C" int64_t mok_backward_scratch_bytes(int64_t hidden, int64_t intermediate) {
   using namespace mok;
-  return (ceil_div(hidden, kWgradRows) * ceil_div(intermediate, kWgradCols) + ceil_div(2 * intermediate, kWgradRows) * ceil_div(hidden, kWgradCols)) *
+  return (ceil_div(hidden, kWgradRows) * ceil_div(intermediate, kWgradCols) +
+          ceil_div(2 * intermediate, kWgradRows) * ceil_div(hidden, kWgradCols)) *
          kWgradRows * kWgradCols * static_cast<int64_t>(sizeof(float));
 }
 
-extern "C" int64_t mok_backward_record_bytes(int64_t capacity_blocks, int64_t macrobatch_blocks, int64_t max_tokens, int64_t hidden, int64_t intermediate,
-                                             int64_t num_local_experts) {
+extern "C" int64_t mok_backward_record_bytes(int64_t capacity_blocks, int64_t macrobatch_blocks, int64_t max_tokens, int64_t hidden,
+                                             int64_t intermediate, int64_t num_local_experts) {
   return mok::backward_table(capacity_blocks, macrobatch_blocks, max_tokens, hidden, intermediate, num_local_experts).bytes;
 }

@@ -10,8 +10,8 @@ namespace mok {
 namespace {
 
 // The warp's 16 rows of gate and up, rounded, half a tile at a time through 4 KB of shared memory. Pointer: the warp's first row, first column.
-__device__ __forceinline__ void store_gate_up(float (&accumulators)[128], uint32_t staging, __nv_bfloat16* target, int64_t inner, int32_t columns,
-                                              uint32_t lane) {
+__device__ __forceinline__ void store_gate_up(float (&accumulators)[128], uint32_t staging, __nv_bfloat16* target, int64_t inner,
+                                              int32_t columns, uint32_t lane) {
   const auto chunk_at = [&](uint32_t row, uint32_t chunk) { return staging + row * 256 + ((chunk ^ (row & 7)) << 4); };
   const uint32_t matrix = lane >> 3, matrix_row = (matrix & 1) * 8 + (lane & 7), matrix_chunk = matrix >> 1;
 #pragma unroll
@@ -22,8 +22,8 @@ __device__ __forceinline__ void store_gate_up(float (&accumulators)[128], uint32
 #pragma unroll
       for (uint32_t j = 0; j < 8; j += 2) {
         const float* a = accumulators + 64 * part + 4 * (8 * half + j);
-        ptx::store_matrices(chunk_at(matrix_row, 8 * part + j + matrix_chunk), pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
-                            pack_bf16(a[6], a[7]));
+        ptx::store_matrices(chunk_at(matrix_row, 8 * part + j + matrix_chunk), pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]),
+                            pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7]));
       }
     }
     __syncwarp();
@@ -66,9 +66,10 @@ struct ConsumerPipeline {
   }
 };
 
-__device__ __forceinline__ void run_dgrad2(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging, uint32_t warp,
-                                           uint32_t lane) {
-  const int64_t inner = params.shape.intermediate, ring_row = tile.ring_block * kBlockRows + warp * 16, column = tile.tile_n * kActivationGradCols;
+__device__ __forceinline__ void run_dgrad2(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging,
+                                           uint32_t warp, uint32_t lane) {
+  const int64_t inner = params.shape.intermediate, ring_row = tile.ring_block * kBlockRows + warp * 16,
+                column = tile.tile_n * kActivationGradCols;
   SwigluBackwardTarget target;
   target.gate = (tile.saved ? params.saved_gate_up : params.gate_up) + row_offset(ring_row, 2 * inner) + column;
   target.d_gate = params.d_gate_up + row_offset(ring_row, 2 * inner) + column;
@@ -87,8 +88,8 @@ __device__ __forceinline__ void run_dgrad2(const BackwardParams& params, const T
   if (lane < 16) params.partial_ring[(ring_row + lane) * tiles + tile.tile_n] = d_weight;
 }
 
-__device__ __forceinline__ void run_dgrad1(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging, uint32_t warp,
-                                           uint32_t lane) {
+__device__ __forceinline__ void run_dgrad1(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging,
+                                           uint32_t warp, uint32_t lane) {
   int64_t target = 0, weight_target = 0;
   float d_weight = 0.0f;
   if (lane < 16 && tile.store) {
@@ -114,19 +115,20 @@ __device__ __forceinline__ void run_dgrad1(const BackwardParams& params, const T
   if (weight_target != 0) *reinterpret_cast<float*>(weight_target) = d_weight;
 }
 
-__device__ __forceinline__ void run_gemm1(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging, uint32_t warp,
-                                          uint32_t lane) {
+__device__ __forceinline__ void run_gemm1(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging,
+                                          uint32_t warp, uint32_t lane) {
   float accumulators[128];
   pipeline.multiply<kMajorK, kMajorK>(accumulators, tile.iterations);
   staging = opaque(staging);
   lane = opaque(lane);
   if (!tile.store) return;
   const int64_t inner = params.shape.intermediate, ring_row = tile.ring_block * kBlockRows + warp * 16, column = tile.tile_n * kGateUpCols;
-  store_gate_up(accumulators, staging, params.gate_up + row_offset(ring_row, 2 * inner) + column, inner, static_cast<int32_t>(inner - column), lane);
+  store_gate_up(accumulators, staging, params.gate_up + row_offset(ring_row, 2 * inner) + column, inner, static_cast<int32_t>(inner - column),
+                lane);
 }
 
-__device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging, uint32_t warp,
-                                          uint32_t lane) {
+__device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging,
+                                          uint32_t warp, uint32_t lane) {
   const int64_t pitch = tile.second ? params.shape.intermediate : params.shape.hidden, column = tile.tile_n * kWgradCols;
   const int64_t first = row_offset(tile.tile_m * kWgradRows + warp * 16, pitch) + column;
   if (!tile.continued) prefetch_weight_grad(tile.grad, first, pitch, static_cast<int32_t>(pitch - column), lane);
@@ -151,7 +153,8 @@ __device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Ti
 __device__ __forceinline__ void run_zero(const BackwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
   if (!tile.store || tile.valid_rows <= static_cast<int32_t>(warp) * 16) return;
   const int64_t pitch = tile.second ? params.shape.intermediate : params.shape.hidden, column = tile.tile_n * kWgradCols;
-  clear_weight_grad(tile.grad, row_offset(tile.tile_m * kWgradRows + warp * 16, pitch) + column, pitch, static_cast<int32_t>(pitch - column), lane);
+  clear_weight_grad(tile.grad, row_offset(tile.tile_m * kWgradRows + warp * 16, pitch) + column, pitch, static_cast<int32_t>(pitch - column),
+                    lane);
 }
 
 __device__ __forceinline__ void run_reduce(const BackwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
@@ -167,8 +170,8 @@ __device__ __forceinline__ void run_reduce(const BackwardParams& params, const T
 
 __device__ __forceinline__ void run_consumer(const BackwardParams& params, Shared& shared, uint32_t warp, uint32_t lane) {
   const uint32_t staging = ptx::smem_address(shared.staging[warp]);
-  ConsumerPipeline pipeline{ptx::smem_address(shared.stages), ptx::smem_address(shared.pipeline.full), ptx::smem_address(shared.pipeline.empty),
-                            {}, warp / 4, lane};
+  ConsumerPipeline pipeline{
+      ptx::smem_address(shared.stages), ptx::smem_address(shared.pipeline.full), ptx::smem_address(shared.pipeline.empty), {}, warp / 4, lane};
   TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_stored)};
   while (true) {
     const Tile& tile = shared.tiles[reader.next()];

@@ -1,5 +1,5 @@
-// Start of a backward or recompute: copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, writes the table of
-// tasks, and tells the peers. And the host side that fills the arguments.
+// Start of a backward or recompute: copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, writes the
+// table of tasks, and tells the peers. And the host side that fills the arguments.
 #pragma once
 
 #include "sm90_backward_params.cuh"
@@ -96,8 +96,8 @@ BackwardTable backward_table(int64_t capacity_blocks, int64_t macrobatch_blocks,
   constexpr int64_t kRecord = sizeof(BackwardRecord);
   const int64_t macros = capacity_blocks == 0 ? 1 : ceil_div(capacity_blocks, macrobatch_blocks);
   const int64_t comm = 2 * capacity_blocks * kDispatchTasksPerBlock + 1;
-  const int64_t wgrads = ceil_div(hidden, kWgradRows) * ceil_div(intermediate, kWgradCols) +
-                         ceil_div(2 * intermediate, kWgradRows) * ceil_div(hidden, kWgradCols);
+  const int64_t wgrads =
+      ceil_div(hidden, kWgradRows) * ceil_div(intermediate, kWgradCols) + ceil_div(2 * intermediate, kWgradRows) * ceil_div(hidden, kWgradCols);
   // An expert has weight-gradient tasks in each macrobatch that holds rows of it: every boundary adds one expert's at most.
   const int64_t compute =
       capacity_blocks * (ceil_div(intermediate, kGateUpCols) + ceil_div(intermediate, kActivationGradCols) + ceil_div(hidden, kHiddenCols)) +

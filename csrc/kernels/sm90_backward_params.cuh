@@ -1,4 +1,5 @@
-// Arguments of the backward megakernel, and its task stream as a table. Everything that changes between replays of a CUDA graph is behind a pointer.
+// Arguments of the backward megakernel, and its task stream as a table. Everything that changes between replays of a CUDA graph is behind a
+// pointer.
 #pragma once
 
 #include "../ptx/sm90.cuh"

@@ -23,12 +23,12 @@ struct Tile {
   int32_t tile_m;
   int32_t tile_n;
   int32_t valid_rows;
-  int32_t store;       // 0 when the pass was aborted
+  int32_t store;  // 0 when the pass was aborted
   int32_t ring_block;
   int32_t saved;       // rows of the first macrobatch: x, gate and up are the context's
   int32_t num_tokens;  // reduce
   int32_t continues, continued;
-  int32_t second;      // weight gradients: of w2
+  int32_t second;  // weight gradients: of w2
   int32_t bumps[2];
   int64_t first_row;  // GEMM: row in the schedule; reduce: token
   int64_t grad;       // weight gradients
@@ -180,7 +180,8 @@ struct Scheduler {
     if (weights) {
       const int64_t tiles_m2 = ceil_div(params.shape.hidden, kWgradRows), tiles_n2 = ceil_div(params.shape.intermediate, kWgradCols);
       const int64_t tiles_m13 = ceil_div(2 * params.shape.intermediate, kWgradRows);
-      const int64_t index = of_second_matrix(task) ? task.tile_n * tiles_m2 + task.tile_m : tiles_m2 * tiles_n2 + task.tile_n * tiles_m13 + task.tile_m;
+      const int64_t index =
+          of_second_matrix(task) ? task.tile_n * tiles_m2 + task.tile_m : tiles_m2 * tiles_n2 + task.tile_n * tiles_m13 + task.tile_m;
       tile.scratch = params.scratch + index * kWgradRows * kWgradCols;
     }
     tile.bumps[0] = task.bumps[0];
@@ -194,8 +195,7 @@ struct Scheduler {
     if (rank == 0) {
       // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
       wait_slot();
-      const int64_t ticket =
-          pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
+      const int64_t ticket = pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
       while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
       ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
       ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);

@@ -5,7 +5,8 @@
 
 namespace mok {
 
-// Copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, writes the table of tasks, and tells the peers.
+// Copies the inputs to symmetric memory, points the weights' tensor maps at this call's addresses, writes the table of tasks, and tells the
+// peers.
 struct EnterParams {
   CUtensorMap map_w13, map_w2;
   PeerMemory peers;
@@ -30,7 +31,8 @@ constexpr int kEnterThreads = 512;
 static __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_constant__ EnterParams params) {
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x,
+                threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
   uint4* x = reinterpret_cast<uint4*>(params.peers.x[params.rank]);
   constexpr int kUnroll = 4;
   int64_t at = thread;

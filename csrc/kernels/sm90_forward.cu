@@ -1,8 +1,8 @@
 // The forward megakernel for sm_90a, BF16: dispatch, gate/up GEMM with SwiGLU, down GEMM with push combine, and the final sum, in one launch.
 //
 // Persistent, one CTA an SM, in clusters of two. Warpgroup 0 holds the producer warp (bulk tensor loads), the scheduler warp (tickets, waiting
-// for counters, announcing) and two communication warps; warpgroups 1 and 2 multiply: together a 128 x 256 tile. A cluster takes two neighbouring
-// tickets; where their tiles share rows or weights, each CTA loads half of what is shared for both.
+// for counters, announcing) and two communication warps; warpgroups 1 and 2 multiply: together a 128 x 256 tile. A cluster takes two
+// neighbouring tickets; where their tiles share rows or weights, each CTA loads half of what is shared for both.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -217,7 +217,8 @@ __device__ __forceinline__ void leave_pass(const ForwardParams& params, Shared& 
   }
 }
 
-__global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
+__global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - ptx::smem_address(raw) % 1024) % 1024);
   const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -238,8 +239,8 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   }
   ptx::wait_previous_kernel();
   if (threadIdx.x == 0) {
-    shared.context = {params.state,          params.fault,          &params.peers, params.shape.rank, params.shape.ep_size,
-                      params.state->call + 1, params.timeout_nanoseconds};
+    shared.context = {
+        params.state, params.fault, &params.peers, params.shape.rank, params.shape.ep_size, params.state->call + 1, params.timeout_nanoseconds};
   }
   __syncthreads();
   ptx::cluster_sync();
@@ -301,7 +302,8 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   if (code == 0) code = encode_tensor_map(&enter.map_w2, nullptr, call.hidden, call.intermediate, 128);
   const int64_t ring_rows = call.macrobatch_blocks * kBlockRows;
   if (code == 0) code = encode_tensor_map(&params.map_x, reinterpret_cast<void*>(call.x_rows), ring_rows, call.hidden, 64);
-  if (code == 0) code = encode_tensor_map(&params.map_activation, reinterpret_cast<void*>(call.ring_activation), ring_rows, call.intermediate, 64);
+  if (code == 0)
+    code = encode_tensor_map(&params.map_activation, reinterpret_cast<void*>(call.ring_activation), ring_rows, call.intermediate, 64);
   if (code != 0) return code;
 
   int sms = 0;

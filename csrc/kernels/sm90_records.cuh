@@ -1,5 +1,6 @@
-// The task stream as a table. One kernel before the megakernel evaluates csrc/task for every ticket, all tickets at once; the megakernel then reads 64
-// bytes a task. Decoding inside it would cost some ten 64-bit divisions a task on one thread, and tens of kilobytes of cold code at the start.
+// The task stream as a table. One kernel before the megakernel evaluates csrc/task for every ticket, all tickets at once; the megakernel then
+// reads 64 bytes a task. Decoding inside it would cost some ten 64-bit divisions a task on one thread, and tens of kilobytes of cold code at the
+// start.
 #pragma once
 
 #include "../task/stream.h"

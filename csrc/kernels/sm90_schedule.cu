@@ -1,7 +1,7 @@
 // The route schedule on the device: equal to schedule/route_schedule.h bit for bit.
 //
-// Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. A chunk is what one warp
-// walks in order, 32 routes at a time, so positions come from prefix sums alone.
+// Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. A chunk is what
+// one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
 #include <cuda_runtime.h>
 
 #include "../comm/sm90_wait.cuh"
@@ -30,8 +30,13 @@ struct ScheduleParams {
 __device__ __forceinline__ int64_t current_call(const ScheduleCall& call) { return reinterpret_cast<const DeviceState*>(call.state)->call + 1; }
 
 __device__ __forceinline__ WaitContext wait_context(const ScheduleCall& call) {
-  return {reinterpret_cast<DeviceState*>(call.state), reinterpret_cast<FaultRecord*>(call.fault), &call.peers, call.rank, call.ep_size,
-          current_call(call), call.timeout_nanoseconds};
+  return {reinterpret_cast<DeviceState*>(call.state),
+          reinterpret_cast<FaultRecord*>(call.fault),
+          &call.peers,
+          call.rank,
+          call.ep_size,
+          current_call(call),
+          call.timeout_nanoseconds};
 }
 
 // An id that no expert has is written as -1, so that nothing after it goes out of bounds; the record tells the host.
@@ -88,8 +93,8 @@ __global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_c
   }
 }
 
-// Walks one chunk in order. `visit(expert, same, rank, i)` gets each route's local expert (-1: not this rank's), the lanes that have the same one, and
-// where the route stands. All loads come first: those from a peer take microseconds.
+// Walks one chunk in order. `visit(expert, same, rank, i)` gets each route's local expert (-1: not this rank's), the lanes that have the same
+// one, and where the route stands. All loads come first: those from a peer take microseconds.
 template <typename Visit>
 __device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t chunk, int64_t parity, uint32_t lane, Visit visit) {
   const ScheduleCall& call = params.call;
@@ -137,8 +142,8 @@ __global__ void __launch_bounds__(32) count_kernel(const __grid_constant__ Sched
   for (int64_t e = lane; e < params.call.num_local_experts; e += 32) out[e] = counts[e];
 }
 
-// Every block adds up all chunks' counts for itself: positions of its own chunk's routes, rows and padded offsets of the experts. Then the first warp
-// scatters the chunk, and all threads fill a share of the padding, and of the rows behind the last expert, with -1.
+// Every block adds up all chunks' counts for itself: positions of its own chunk's routes, rows and padded offsets of the experts. Then the first
+// warp scatters the chunk, and all threads fill a share of the padding, and of the rows behind the last expert, with -1.
 __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ ScheduleParams params) {
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
@@ -228,7 +233,8 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
       slots[row] = -1;
     }
   }
-  for (int64_t row = used + chunk * kScatterThreads + threadIdx.x; row < call.capacity_rows; row += static_cast<int64_t>(gridDim.x) * kScatterThreads) {
+  for (int64_t row = used + chunk * kScatterThreads + threadIdx.x; row < call.capacity_rows;
+       row += static_cast<int64_t>(gridDim.x) * kScatterThreads) {
     ranks[row] = -1;
     slots[row] = -1;
   }

@@ -1,4 +1,5 @@
-// The forward megakernel's shared memory, and its scheduler warp: tickets, waits, tiles for the other warps, and announcements of what they stored.
+// The forward megakernel's shared memory, and its scheduler warp: tickets, waits, tiles for the other warps, and announcements of what they
+// stored.
 #pragma once
 
 #include "../comm/sm90_wait.cuh"
@@ -22,8 +23,8 @@ struct Tile {
   int32_t expert;
   int32_t tile_n;
   int32_t valid_rows;
-  int32_t keep;        // gate and up go to the context
-  int32_t store;       // 0 when the pass was aborted
+  int32_t keep;   // gate and up go to the context
+  int32_t store;  // 0 when the pass was aborted
   int32_t ring_block;
   int32_t num_tokens;  // reduce
   int64_t first_row;   // GEMM: row in the schedule; reduce: token
@@ -45,8 +46,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 
-// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored: the fence before an announcement waits
-// for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
+// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored: the fence before an announcement
+// waits for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
 struct Scheduler {
   const ForwardParams& params;
   Shared& shared;
@@ -132,8 +133,7 @@ struct Scheduler {
     if (rank == 0) {
       // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
       wait_slot();
-      const int64_t ticket =
-          pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
+      const int64_t ticket = pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
       while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
       ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
       ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);

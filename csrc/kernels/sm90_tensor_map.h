@@ -8,14 +8,16 @@
 
 namespace mok {
 
-// `address` null: a template whose address is set on the device. The driver's function is looked up, so that the library needs no libcuda to load.
+// `address` null: a template whose address is set on the device. The driver's function is looked up, so that the library needs no libcuda to
+// load.
 inline int encode_tensor_map(CUtensorMap* map, void* address, int64_t rows, int64_t columns, uint32_t box_rows) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                               const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) != cudaSuccess) return Encode(nullptr);
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) != cudaSuccess)
+      return Encode(nullptr);
     return reinterpret_cast<Encode>(function);
   }();
   if (encode == nullptr) return cudaErrorInsufficientDriver;

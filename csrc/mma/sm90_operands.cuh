@@ -1,7 +1,7 @@
 // Products whose operands lie either way: K-major, or with K along the rows (weights in a dgrad, both operands of a weight gradient).
 //
-// A stage holds 64 of K in six boxes of 64 x 64 elements, two of A and four of B, in the 128-byte swizzle. A K-major box has 64 rows of M or N by 64 of K;
-// the other kind 64 of K by 64 columns of M or N.
+// A stage holds 64 of K in six boxes of 64 x 64 elements, two of A and four of B, in the 128-byte swizzle. A K-major box has 64 rows of M or N
+// by 64 of K; the other kind 64 of K by 64 columns of M or N.
 #pragma once
 
 #include "sm90_pipeline.cuh"
@@ -35,8 +35,8 @@ __device__ __forceinline__ void issue_stage(float (&accumulators)[128], uint32_t
   ptx::mma_commit();
 }
 
-// accumulators (+)= A[64 rows of `warpgroup`] * B over `iterations` >= 1 stages; from zero unless `kAccumulate`. The first stage stands before the loop:
-// registers that other instructions define must not enter a loop in which products are in flight.
+// accumulators (+)= A[64 rows of `warpgroup`] * B over `iterations` >= 1 stages; from zero unless `kAccumulate`. The first stage stands before
+// the loop: registers that other instructions define must not enter a loop in which products are in flight.
 template <Major kMajorA, Major kMajorB, bool kAccumulate>
 __device__ __forceinline__ void multiply_operands(float (&accumulators)[128], uint32_t stages, uint32_t full_barriers, uint32_t empty_barriers,
                                                   PipelineState& at, int iterations, uint32_t warpgroup, uint32_t lane) {

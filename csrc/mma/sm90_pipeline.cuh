@@ -1,7 +1,7 @@
 // The operand pipeline of a GEMM tile and the product of one warpgroup's half of it.
 //
-// A stage holds 64 columns of K: 128 rows of A over 256 rows of B, rows of 128 bytes in the 128-byte swizzle. The two CTAs of a cluster run in step:
-// a stage is free only when the consumers of both have read it, since either may have filled it for both.
+// A stage holds 64 columns of K: 128 rows of A over 256 rows of B, rows of 128 bytes in the 128-byte swizzle. The two CTAs of a cluster run in
+// step: a stage is free only when the consumers of both have read it, since either may have filled it for both.
 #pragma once
 
 #include "../ptx/sm90.cuh"

@@ -123,18 +123,17 @@ __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontr
 // ---- bulk tensor copies ------------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_tile(uint32_t target, const CUtensorMap* map, uint32_t barrier, int32_t column, int32_t row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(column), "r"(row)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target),
+               "l"(map), "r"(barrier), "r"(column), "r"(row)
+               : "memory");
 }
 
 // The tile lands at the same offset in every CTA of `mask`, and each one's barrier is told.
 __device__ __forceinline__ void load_tile_multicast(uint32_t target, const CUtensorMap* map, uint32_t barrier, int32_t column, int32_t row,
                                                     uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
-          target),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::
+          "r"(target),
       "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(mask)
       : "memory");
 }

@@ -23,7 +23,7 @@ struct PassShape {
 
 struct Plan {
   PassShape shape;
-  const int64_t* expert_row_offsets = nullptr;  // [E_local + 1], padded rows
+  const int64_t* expert_row_offsets = nullptr;    // [E_local + 1], padded rows
   const int64_t* macro_compute_offset = nullptr;  // [macrobatches + 1], backward: compute tickets before a macrobatch
   int64_t num_blocks = 0;
   int64_t num_macrobatches = 0;
@@ -41,9 +41,7 @@ struct Plan {
   MOK_HOST_DEVICE int64_t wgrad2_tiles() const { return wgrad2_tiles_m * wgrad2_tiles_n; }
   MOK_HOST_DEVICE int64_t wgrad_tiles() const { return wgrad2_tiles() + wgrad13_tiles_m * wgrad13_tiles_n; }
   MOK_HOST_DEVICE int64_t macro_first_block(int64_t macro) const { return macro * shape.macrobatch_blocks; }
-  MOK_HOST_DEVICE int64_t macro_blocks(int64_t macro) const {
-    return min_of(shape.macrobatch_blocks, num_blocks - macro_first_block(macro));
-  }
+  MOK_HOST_DEVICE int64_t macro_blocks(int64_t macro) const { return min_of(shape.macrobatch_blocks, num_blocks - macro_first_block(macro)); }
   MOK_HOST_DEVICE int64_t ring_block(int64_t block) const { return block % shape.macrobatch_blocks; }
 
   // Counters: one array, monotonic inside a pass, reset when the pass ends.
@@ -110,8 +108,7 @@ struct Plan {
   // Compute tickets of one macrobatch of the backward.
   MOK_HOST_DEVICE int64_t backward_macro_tasks(int64_t macro) const {
     const int64_t replay = macro == 0 ? 0 : gemm1_tiles;
-    return macro_blocks(macro) * (replay + dgrad2_tiles + dgrad1_tiles) +
-           (macro_end_expert(macro) - macro_first_expert(macro)) * wgrad_tiles();
+    return macro_blocks(macro) * (replay + dgrad2_tiles + dgrad1_tiles) + (macro_end_expert(macro) - macro_first_expert(macro)) * wgrad_tiles();
   }
 };
 

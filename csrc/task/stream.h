@@ -284,8 +284,7 @@ MOK_HOST_DEVICE Task forward_compute_task(const Plan& plan, int64_t ticket) {
     ticket %= plan.shape.macrobatch_blocks * per_block;
   }
   const int64_t macro = last - walk;
-  const SkewPosition at =
-      skew_position(ticket, plan.macro_blocks(macro), plan.shape.minibatch_blocks, plan.gemm1_tiles, plan.gemm2_tiles);
+  const SkewPosition at = skew_position(ticket, plan.macro_blocks(macro), plan.shape.minibatch_blocks, plan.gemm1_tiles, plan.gemm2_tiles);
   if (at.back) {
     fill_gemm2(plan, task, walk, macro, at.minibatch, at.index);
   } else {

@@ -30,7 +30,7 @@ enum class RingBuffer : int32_t {
   kActivation = 2,
   kDy = 3,
   kDGateUp = 4,
-  kSavedX = 5,       // the context's rows: read by the backward's first macrobatch
+  kSavedX = 5,  // the context's rows: read by the backward's first macrobatch
   kSavedGateUp = 6,
 };
 
@@ -72,8 +72,8 @@ struct Task {
   int64_t tile_n = 0;
   int64_t first_block = 0;  // weight gradients: the expert's row blocks inside this macrobatch
   int64_t num_blocks = 0;
-  bool continues = false;   // weight gradients: start from the scratch tile of the previous macrobatch
-  bool continued = false;   // weight gradients: leave the sum in the scratch tile for the next macrobatch
+  bool continues = false;  // weight gradients: start from the scratch tile of the previous macrobatch
+  bool continued = false;  // weight gradients: leave the sum in the scratch tile for the next macrobatch
   int num_waits = 0;
   CounterWait waits[kMaxWaits];
   int num_bumps = 0;

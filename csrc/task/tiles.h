@@ -1,4 +1,5 @@
-// Tile shapes of the task stream. One place, because the CPU executor and the kernels must agree on them: a counter's target is a number of tiles.
+// Tile shapes of the task stream. One place, because the CPU executor and the kernels must agree on them: a counter's target is a number of
+// tiles.
 #pragma once
 
 #include <cstdint>
