@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     import megatron.core
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -49,6 +50,7 @@ def start_megatron(ep_size: int) -> None:
     Without torch.distributed (a test in pytest's own process) a group of one rank is made first.
     """
     enable_stock_cpu()
+    _forget_losses()
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if parallel_state.is_initialized():
@@ -56,6 +58,16 @@ def start_megatron(ep_size: int) -> None:
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=ep_size)
+
+
+def _forget_losses() -> None:
+    """Megatron keeps, for a process's life, the number of layers of the first model whose auxiliary losses it saw, and the scale's shape."""
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker as forget
+    except ImportError:
+        forget = moe_utils.get_moe_layer_wise_logging_tracker().clear
+    forget()
 
 
 def make_config(ep_size: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformerConfig:
