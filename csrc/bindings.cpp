@@ -157,15 +157,15 @@ std::tuple<Tensor, Tensor> task_stream(const Tensor& expert_row_offsets, std::ve
   return {table, totals};
 }
 
-int64_t row_offset(int64_t row, int64_t row_elements) { return mok::row_offset(row, row_elements); }
-
-std::vector<int64_t> tile_sizes() {
-  return {mok::kBlockRows,          mok::kDispatchRows, mok::kGateUpCols, mok::kHiddenCols,
-          mok::kActivationGradCols, mok::kWgradRows,    mok::kWgradCols,  mok::kReduceTokens};
+Tensor row_offset(int64_t row, int64_t row_elements, const Tensor& like) {
+  Tensor out = torch::stable::new_empty(like, {1}, ScalarType::Long);
+  out.mutable_data_ptr<int64_t>()[0] = mok::row_offset(row, row_elements);
+  return out;
 }
 
-Tensor tile_sizes_like(const Tensor& like) {
-  const std::vector<int64_t> sizes = tile_sizes();
+Tensor tile_sizes(const Tensor& like) {
+  const std::vector<int64_t> sizes = {mok::kBlockRows,          mok::kDispatchRows, mok::kGateUpCols, mok::kHiddenCols,
+                                      mok::kActivationGradCols, mok::kWgradRows,    mok::kWgradCols,  mok::kReduceTokens};
   Tensor out = torch::stable::new_empty(like, {static_cast<int64_t>(sizes.size())}, ScalarType::Long);
   int64_t* data = out.mutable_data_ptr<int64_t>();
   for (size_t i = 0; i < sizes.size(); ++i) data[i] = sizes[i];
@@ -196,20 +196,12 @@ STABLE_TORCH_LIBRARY(mok_megatron, m) {
   m.def("load_flag(Tensor flags, int index) -> int");
 }
 
-namespace {
-Tensor row_offset_like(int64_t row, int64_t row_elements, const Tensor& like) {
-  Tensor out = torch::stable::new_empty(like, {1}, ScalarType::Long);
-  out.mutable_data_ptr<int64_t>()[0] = row_offset(row, row_elements);
-  return out;
-}
-}  // namespace
-
 STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CPU, m) {
   m.impl("find_route_fault", TORCH_BOX(&find_route_fault));
   m.impl("route_schedule", TORCH_BOX(&route_schedule));
   m.impl("task_stream", TORCH_BOX(&task_stream));
-  m.impl("tile_sizes", TORCH_BOX(&tile_sizes_like));
-  m.impl("row_offset", TORCH_BOX(&row_offset_like));
+  m.impl("tile_sizes", TORCH_BOX(&tile_sizes));
+  m.impl("row_offset", TORCH_BOX(&row_offset));
   m.impl("store_flag", TORCH_BOX(&store_flag));
   m.impl("load_flag", TORCH_BOX(&load_flag));
 }

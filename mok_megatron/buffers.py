@@ -7,13 +7,12 @@ import torch
 
 from mok_megatron.config import BLOCK_ROWS, CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK
 from mok_megatron.errors import MoKArgumentError
+from mok_megatron.ops import tile_sizes
 from mok_megatron.protocol import ROW_WORDS, STATUS_RECORDS, TEXT_BYTES, FlagMemory
 
 # The ring's margin over num_local_tokens * K, as a fraction.
 _RING_MARGIN = 0.25
 _ALIGNMENT = 256
-# Columns of I in one partial sum of the router-weight gradient (csrc/task/tiles.h).
-ACTIVATION_GRAD_COLS = 256
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -149,7 +148,7 @@ class Rings:
     """Per-rank scratch rows that macrobatches take turns in, [macrobatch_size, ...].
 
     x, gate_up: forward without context, and the backward's replay; activation: h = silu(gate) * up * p; dy; d_gate_up;
-    router_weights: fp32 [rows]; d_router_weights: fp32 [rows, tiles], partial sums per 256 columns of I; wgrad13, wgrad2: fp32 weight-sized
+    router_weights: fp32 [rows]; d_router_weights: fp32 [rows, tiles], partial sums per column tile of I; wgrad13, wgrad2: fp32 weight-sized
     sums of the expert that straddles two macrobatches.
     """
 
@@ -181,7 +180,7 @@ class Rings:
             dy=rows_of(hidden),
             d_gate_up=rows_of(2 * inner),
             router_weights=fp32(rows),
-            d_router_weights=fp32(rows, -(-inner // ACTIVATION_GRAD_COLS)),
+            d_router_weights=fp32(rows, -(-inner // tile_sizes().activation_grad_cols)),
             wgrad13=fp32(2 * inner, hidden) if straddles else fp32(0),
             wgrad2=fp32(hidden, inner) if straddles else fp32(0),
         )

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from mok_megatron.build import LIBRARY, build_info, check_device_architecture, load_library
+from mok_megatron.config import BLOCK_ROWS, MAX_EP_SIZE, MAX_LOCAL_EXPERTS
 from mok_megatron.errors import MoKArgumentError, MoKBuildError, MoKError
 from mok_megatron.executors.cpu import WeightGradTarget
 from mok_megatron.executors.cuda_backward import BACKWARD_FIELDS, BackwardMemory, grad_words
 from mok_megatron.schedule import MoKContext, MoKSchedule
 
-_BLOCK_ROWS = 128
-_MAX_RANKS = 8
-_MAX_LOCAL_EXPERTS = 256
 _TENSOR_MAP_BYTES = 128
 _STATE_WORDS = 8
 FAULT_WORDS = 16
@@ -110,13 +108,13 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_int64] * count, ctypes.c_int64
     for name, fields, extra in (
-        ("mok_forward_call_bytes", _FORWARD_FIELDS, 2 * _MAX_LOCAL_EXPERTS),
-        ("mok_backward_call_bytes", BACKWARD_FIELDS, 4 * _MAX_LOCAL_EXPERTS),
+        ("mok_forward_call_bytes", _FORWARD_FIELDS, 2 * MAX_LOCAL_EXPERTS),
+        ("mok_backward_call_bytes", BACKWARD_FIELDS, 4 * MAX_LOCAL_EXPERTS),
         ("mok_schedule_call_bytes", _SCHEDULE_FIELDS, 0),
     ):
         function = getattr(library, name)
         function.argtypes, function.restype = [], ctypes.c_int64
-        expected = 8 * (len(_PEER_FIELDS) * _MAX_RANKS + len(fields) + extra)
+        expected = 8 * (len(_PEER_FIELDS) * MAX_EP_SIZE + len(fields) + extra)
         if function() != expected:
             raise MoKBuildError(f"{name}() is {function()}, this package expects {expected}: the library is of another version")
     return library
@@ -126,13 +124,13 @@ class CallBlock:
     """The argument block of one kernel call: 64-bit words with names."""
 
     def __init__(self, fields: Sequence[str], extra: int, peers: Sequence[Sequence[int]]) -> None:
-        base = len(_PEER_FIELDS) * _MAX_RANKS
+        base = len(_PEER_FIELDS) * MAX_EP_SIZE
         self._at = {name: base + i for i, name in enumerate(fields)}
         self._words = array.array("q", bytes(8 * (base + len(fields) + extra)))
         self._extra = base + len(fields)
         for rank, pointers in enumerate(peers):
             for field, pointer in enumerate(pointers):
-                self._words[field * _MAX_RANKS + rank] = pointer
+                self._words[field * MAX_EP_SIZE + rank] = pointer
 
     @property
     def address(self) -> int:
@@ -145,7 +143,7 @@ class CallBlock:
 
     def set_table(self, index: int, values: list[int]) -> None:
         """Entries of the table `index` behind the named words (w13: 0, w2: 1; gradients of w13: 2, of w2: 3)."""
-        first = self._extra + index * _MAX_LOCAL_EXPERTS
+        first = self._extra + index * MAX_LOCAL_EXPERTS
         self._words[first : first + len(values)] = array.array("q", values)
 
 
@@ -223,7 +221,7 @@ class CudaExecutor:
         if code != 0:
             raise MoKError(f"the kernels cannot be loaded on {self.device}: CUDA error {code}")
         self._sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        blocks = shape.capacity_rows // _BLOCK_ROWS
+        blocks = shape.capacity_rows // BLOCK_ROWS
         experts = shape.num_local_experts
 
         def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -246,14 +244,14 @@ class CudaExecutor:
         common = {"rank": shape.rank, "ep_size": shape.ep_size, "topk": shape.topk, "num_local_experts": experts}
         shared = {"state": self._state.data_ptr(), "fault": self.fault.data_ptr()}
         self._backward_memory: BackwardMemory | None = None
-        self._forward = CallBlock(_FORWARD_FIELDS, 2 * _MAX_LOCAL_EXPERTS, peers)
+        self._forward = CallBlock(_FORWARD_FIELDS, 2 * MAX_LOCAL_EXPERTS, peers)
         self._forward.set(
             **common,
             **shared,
             hidden=shape.hidden_size,
             intermediate=shape.intermediate_size,
-            minibatch_blocks=shape.minibatch_size // _BLOCK_ROWS,
-            macrobatch_blocks=shape.macrobatch_size // _BLOCK_ROWS,
+            minibatch_blocks=shape.minibatch_size // BLOCK_ROWS,
+            macrobatch_blocks=shape.macrobatch_size // BLOCK_ROWS,
             capacity_blocks=blocks,
             ring_activation=ring_activation.data_ptr(),
             ring_weights=ring_weights.data_ptr(),
@@ -376,7 +374,7 @@ class CudaExecutor:
             experts=shape.num_local_experts,
         )
         activation, weights = self._rings
-        block = CallBlock(BACKWARD_FIELDS, 4 * _MAX_LOCAL_EXPERTS, self._peers)
+        block = CallBlock(BACKWARD_FIELDS, 4 * MAX_LOCAL_EXPERTS, self._peers)
         block.set(
             rank=shape.rank,
             ep_size=shape.ep_size,
@@ -384,9 +382,9 @@ class CudaExecutor:
             hidden=shape.hidden_size,
             intermediate=shape.intermediate_size,
             num_local_experts=shape.num_local_experts,
-            minibatch_blocks=shape.minibatch_size // _BLOCK_ROWS,
-            macrobatch_blocks=shape.macrobatch_size // _BLOCK_ROWS,
-            capacity_blocks=shape.capacity_rows // _BLOCK_ROWS,
+            minibatch_blocks=shape.minibatch_size // BLOCK_ROWS,
+            macrobatch_blocks=shape.macrobatch_size // BLOCK_ROWS,
+            capacity_blocks=shape.capacity_rows // BLOCK_ROWS,
             ring_x=self.ring_x.data_ptr(),
             ring_activation=activation.data_ptr(),
             ring_weights=weights.data_ptr(),

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
+from mok_megatron.config import BLOCK_ROWS
 from mok_megatron.errors import MoKArgumentError
-from mok_megatron.executors.cpu import WeightGradTarget
+from mok_megatron.executors.cpu import TILES, WeightGradTarget
 
-_BLOCK_ROWS = 128
-_GRAD_COLS = 256
 _TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 16
 _OVERWRITE, _BF16 = 1, 2
@@ -104,9 +103,9 @@ class BackwardMemory:
         self.dy = empty(rows, hidden)
         self.gate_up = empty(rows if straddles else 0, 2 * inner)
         self.d_gate_up = empty(rows, 2 * inner)
-        self.partials = empty(rows, -(-inner // _GRAD_COLS), dtype=torch.float32)
+        self.partials = empty(rows, -(-inner // TILES.activation_grad_cols), dtype=torch.float32)
         self.scratch = empty(library.mok_backward_scratch_bytes(hidden, inner) if straddles else 0, dtype=torch.uint8)
-        blocks, macro_blocks = capacity_rows // _BLOCK_ROWS, rows // _BLOCK_ROWS
+        blocks, macro_blocks = capacity_rows // BLOCK_ROWS, rows // BLOCK_ROWS
         self.records = empty(
             library.mok_backward_record_bytes(blocks, macro_blocks, num_local_tokens, hidden, inner, experts), dtype=torch.uint8
         )
