@@ -152,7 +152,7 @@ class _RoutedExperts(torch.autograd.Function):
             call.config, call.workspace, call.schedule, x, router_weights, w13, w2, save_context=call.save, tag=call.tag
         )
         if call.save:
-            schedule_tensors, ctx.schedule_rest = _split(call.schedule)
+            schedule_tensors, ctx.join_schedule = call.schedule.split()
             context_tensors = context.tensors()
             ctx.schedule_count = len(schedule_tensors)
             ctx.save_for_backward(x, router_weights, *schedule_tensors, *context_tensors)
@@ -164,7 +164,7 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
         x, router_weights, *rest = ctx.saved_tensors
-        schedule = _join(ctx.schedule_rest, rest[: ctx.schedule_count])
+        schedule = ctx.join_schedule(*rest[: ctx.schedule_count])
         context = functional.MoKContext.from_tensors(tuple(rest[ctx.schedule_count :]))
         w13, w2 = call.binding.weights()
         gradients = call.binding.open_gradients()
@@ -184,16 +184,3 @@ class _RoutedExperts(torch.autograd.Function):
         )
         _, wants_dx, wants_dp, *_ = ctx.needs_input_grad
         return (None, dx if wants_dx else None, d_router_weights if wants_dp else None, *gradients.finish())
-
-
-def _split(schedule: functional.MoKSchedule) -> tuple[list[Tensor], tuple[Any, dict[str, Any], list[str]]]:
-    """The schedule's tensors, and what puts them back together."""
-    values = {f.name: getattr(schedule, f.name) for f in dataclasses.fields(schedule) if f.init}
-    names = [name for name, value in values.items() if isinstance(value, Tensor)]
-    others = {name: value for name, value in values.items() if name not in names}
-    return [values[name] for name in names], (type(schedule), others, names)
-
-
-def _join(rest: tuple[Any, dict[str, Any], list[str]], tensors: Sequence[Tensor]) -> functional.MoKSchedule:
-    schedule_type, others, names = rest
-    return schedule_type(**others, **dict(zip(names, tensors, strict=True)))

@@ -4,31 +4,35 @@ A kernel that gives up writes a record which the host reads without a word to th
 that this rank refuses is told to the peers' kernels by a status record in their memory. Either way the workspace cannot be used any more.
 """
 
-import collections
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
-from mok_megatron.executors.cpu import PassInputs
+from mok_megatron.executors.cpu import WeightGradTarget
+from mok_megatron.executors.cuda_backward import ALIGNMENT, BF16_FLAG, grad_words, matrix_addresses
 from mok_megatron.protocol import FATAL_RECORD, TEXT_BYTES, CallKind, PassTag, StatusCode, StatusWord, fatal_status_words
 from mok_megatron.rendezvous import name_members
-from mok_megatron.schedule import MoKSchedule
+from mok_megatron.schedule import MoKContext, MoKSchedule
 from mok_megatron.workspace import MoKWorkspace
 
 # Calls whose tags are kept for messages: the host may run this far ahead of the GPU.
 _REMEMBERED_CALLS = 4096
 _PHASES = ("entered", "done", "local counter", "schedule exchange")
+_NO_TAG = PassTag()
 _TIMED_OUT, _PEER_FAULT, _BAD_ROUTE, _OVERFLOW = 1, 2, 3, 4
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceCall:
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoggedCall:
     """A call as the host launched it."""
 
+    number: int
     kind: CallKind
     tag: PassTag
     limit_seconds: float
@@ -38,17 +42,17 @@ class CallLog:
     """What the calls of a workspace were, by number. Replays of a CUDA graph are not seen here, and then have no name."""
 
     def __init__(self) -> None:
-        self._calls: collections.OrderedDict[int, DeviceCall] = collections.OrderedDict()
+        # A ring: the watchdog's thread reads while calls are added.
+        self._calls: list[LoggedCall | None] = [None] * _REMEMBERED_CALLS
         self._number = 0
 
-    def add(self, call: DeviceCall) -> None:
-        self._number += 1
-        self._calls[self._number] = call
-        if len(self._calls) > _REMEMBERED_CALLS:
-            self._calls.popitem(last=False)
+    def add(self, kind: CallKind, tag: PassTag, limit_seconds: float) -> None:
+        number = self._number = self._number + 1
+        self._calls[number % _REMEMBERED_CALLS] = LoggedCall(number, kind, tag, limit_seconds)
 
-    def find(self, number: int) -> DeviceCall | None:
-        return self._calls.get(number)
+    def find(self, number: int) -> LoggedCall | None:
+        call = self._calls[number % _REMEMBERED_CALLS]
+        return call if call is not None and call.number == number else None
 
 
 def device_fault(workspace: MoKWorkspace) -> MoKError | None:
@@ -58,7 +62,7 @@ def device_fault(workspace: MoKWorkspace) -> MoKError | None:
         return None
     _, phase, number, _, missing, expected, seen, waited, *detail = workspace.executor.fault.tolist()
     call = workspace.call_log.find(number)
-    tag = call.tag if call else PassTag()
+    tag = call.tag if call else _NO_TAG
     name = f"{call.kind.name.lower()} of {tag} (call {number})" if call else f"call {number}"
     who = name_members(workspace.members, [workspace.rank, *(rank for rank in range(workspace.ep_size) if missing >> rank & 1)])
     where = f"rank {workspace.rank} of {workspace.ep_size}{f' ({who})' if who else ''}, {name}"
@@ -101,23 +105,39 @@ def raise_device_fault(workspace: MoKWorkspace) -> None:
         raise fault
 
 
-@contextlib.contextmanager
-def device_call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassTag | None) -> Iterator[DeviceCall]:
-    """One numbered call. An error in it is published to the peers' kernels, and is fatal for the workspace."""
-    workspace.check_usable()
-    raise_device_fault(workspace)
-    known = isinstance(config, MoKConfig)
-    call = DeviceCall(kind, tag or PassTag(), config.timeout_seconds if known else workspace.timeout_seconds)
-    try:
-        workspace.check_config(config)
-        yield call
-    except BaseException as error:
+class DeviceCall:
+    """One numbered call, for a `with` statement. An error in it is published to the peers' kernels, and is fatal for the workspace.
+
+    Attributes: limit_seconds; new_weights (weights whose form is not known yet, by argument: `check_contiguous` looks at them).
+    """
+
+    __slots__ = ("_config", "_kind", "_tag", "_workspace", "limit_seconds", "new_weights")
+
+    def __init__(self, workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassTag | None) -> None:
+        self._workspace, self._config, self._kind, self._tag = workspace, config, kind, tag
+        self.new_weights: list[tuple[str, torch.Tensor | Sequence[torch.Tensor]]] = []
+        workspace.check_usable()
+        if workspace.executor.fault_code():
+            raise_device_fault(workspace)
+        self.limit_seconds = config.timeout_seconds if isinstance(config, MoKConfig) else workspace.timeout_seconds
+
+    def __enter__(self) -> "DeviceCall":
+        try:
+            self._workspace.check_config(self._config)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        workspace = self._workspace
+        if error is None:
+            workspace.call_log.add(self._kind, self._tag or _NO_TAG, self.limit_seconds)
+            return
         fault = error if isinstance(error, MoKError) else MoKError(f"rank {workspace.rank}: {error!r}")
         workspace.fail(fault)
         workspace.failure_raised = True
         _publish_failure(workspace, str(fault))
-        raise
-    workspace.call_log.add(call)
 
 
 def _publish_failure(workspace: MoKWorkspace, text: str) -> None:
@@ -159,81 +179,198 @@ def _peer_fault(workspace: MoKWorkspace, where: str) -> MoKError | None:
 
 def device_schedule(workspace: MoKWorkspace, call: DeviceCall, topk_experts: torch.Tensor) -> MoKSchedule:
     """Launch the schedule's kernels. Bad ids and overflow are found there, and raised by a later call or the watchdog."""
-    wide = topk_experts.dtype not in (torch.int32, torch.int64)
-    routes = (topk_experts.to(torch.int64) if wide else topk_experts).contiguous()
-    return workspace.executor.build_schedule(routes, call.limit_seconds)
+    if topk_experts.dtype not in (torch.int32, torch.int64):
+        topk_experts = topk_experts.to(torch.int64)
+    return workspace.executor.build_schedule(topk_experts.contiguous(), call.limit_seconds)
 
 
-def _check_contiguous(inputs: PassInputs) -> None:
-    """Raise MoKArgumentError where a weight is not contiguous: the kernels read it where it lies."""
-    for name, weights in (("w13", inputs.w13), ("w2", inputs.w2)):
-        if weights is None:
-            continue
-        for index, weight in enumerate((weights,) if isinstance(weights, torch.Tensor) else weights):
+def are_good_weights(workspace: MoKWorkspace, name: str, weights: object, rows: int, cols: int) -> bool:
+    """Whether these are weights [E_local, rows, cols] as the kernels read them. The look that every call takes; False tells nothing."""
+    if isinstance(weights, torch.Tensor):
+        return (
+            weights.shape == (workspace.num_local_experts, rows, cols)
+            and weights.dtype is workspace.dtype
+            and weights.device == workspace.device
+            and weights.layout is torch.strided
+            and weights.is_contiguous()
+        )
+    return workspace.known_tensors[name].match(weights)
+
+
+def check_contiguous(workspace: MoKWorkspace, call: DeviceCall) -> None:
+    """Weights that are new to the workspace: of the right sizes, and now to be contiguous, as the kernels read them where they lie.
+
+    Raises:
+        MoKArgumentError: a weight is not.
+    """
+    for name, weights in call.new_weights:
+        stacked = isinstance(weights, torch.Tensor)
+        for index, weight in enumerate((weights,) if stacked else weights):
             if not weight.is_contiguous():
                 raise MoKArgumentError(f"{name}[{index}]: strides {weight.stride()} must be those of a contiguous matrix on a GPU")
+        if not stacked:
+            workspace.known_tensors[name].learn(weights)
 
 
-def device_forward(workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig, schedule: MoKSchedule, inputs: PassInputs) -> torch.Tensor:
+def device_forward(
+    workspace: MoKWorkspace,
+    call: DeviceCall,
+    config: MoKConfig,
+    schedule: MoKSchedule,
+    x: torch.Tensor,
+    router_weights: torch.Tensor,
+    w13: torch.Tensor | Sequence[torch.Tensor],
+    w2: torch.Tensor | Sequence[torch.Tensor],
+    context: MoKContext | None,
+) -> torch.Tensor:
     """Launch the forward megakernel. Returns y [T, H], not yet computed.
 
     Raises:
         MoKArgumentError: a weight is not contiguous.
     """
-    _check_contiguous(inputs)
+    check_contiguous(workspace, call)
     return workspace.executor.forward(
         schedule,
-        inputs.x.contiguous(),
-        inputs.router_weights.contiguous(),
-        inputs.w13,
-        inputs.w2,
-        context=inputs.context,
+        x.contiguous(),
+        router_weights.contiguous(),
+        w13,
+        w2,
+        context=context,
         timeout_seconds=call.limit_seconds,
         num_comm_sms=config.fwd_num_comm_sms or 0,
         sm_reserve=config.sm_reserve,
     )
 
 
-def device_recompute(workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig, schedule: MoKSchedule, inputs: PassInputs) -> None:
-    """Launch what fills inputs.context again.
+def device_recompute(
+    workspace: MoKWorkspace,
+    call: DeviceCall,
+    config: MoKConfig,
+    schedule: MoKSchedule,
+    x: torch.Tensor,
+    router_weights: torch.Tensor,
+    w13: torch.Tensor | Sequence[torch.Tensor],
+    context: MoKContext,
+) -> None:
+    """Launch what fills the context again.
 
     Raises:
         MoKArgumentError: a weight is not contiguous.
     """
-    _check_contiguous(inputs)
+    check_contiguous(workspace, call)
     workspace.executor.recompute(
         schedule,
-        inputs.x.contiguous(),
-        inputs.router_weights.contiguous(),
-        inputs.w13,
-        context=inputs.context,
+        x.contiguous(),
+        router_weights.contiguous(),
+        w13,
+        context=context,
         timeout_seconds=call.limit_seconds,
         sm_reserve=config.sm_reserve,
     )
 
 
+def _good_gradients(
+    workspace: MoKWorkspace, name: str, grads: Any, overwrite: Any, rows: int, cols: int
+) -> tuple[Sequence[int], list[int]] | None:
+    """Addresses of gradients that the kernels can write, and the same with flags; None tells nothing."""
+    experts = workspace.num_local_experts
+    if grads is None:
+        return (), [0] * experts
+    if isinstance(grads, torch.Tensor):
+        good = grads.shape == (experts, rows, cols) and grads.device == workspace.device and grads.layout is torch.strided
+        if not good or grads.dtype not in (torch.float32, torch.bfloat16) or not grads.is_contiguous():
+            return None
+        dtype = grads.dtype
+    elif workspace.known_tensors[name].match(grads):
+        dtype = grads[0].dtype
+    else:
+        return None
+    addresses = matrix_addresses(grads)
+    if functools.reduce(operator.or_, addresses) % ALIGNMENT:
+        return None
+    low = BF16_FLAG if dtype is torch.bfloat16 else 0
+    if isinstance(overwrite, bool):
+        low |= overwrite
+        return addresses, [address | low for address in addresses] if low else addresses
+    if not isinstance(overwrite, (list, tuple)) or len(overwrite) != experts or {*map(type, overwrite)} != {bool}:
+        return None
+    return addresses, [address | low | flag for address, flag in zip(addresses, overwrite, strict=True)]
+
+
+def good_targets(workspace: MoKWorkspace, main_grads: Any, overwrite: Any) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Words of the gradients of w13 and of w2 as the kernels take them, where their form is known and right. The look that every call takes.
+
+    None tells nothing: the full check finds out, and `check_targets` takes note.
+    """
+    pairs = (main_grads, overwrite)
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        return None
+    hidden, inner = workspace.hidden_size, workspace.intermediate_size
+    one = _good_gradients(workspace, "main_grads (w13)", main_grads[0], overwrite[0], 2 * inner, hidden)
+    if one is None:
+        return None
+    two = _good_gradients(workspace, "main_grads (w2)", main_grads[1], overwrite[1], hidden, inner)
+    # No two gradients may start at one address.
+    if two is None or len({*one[0], *two[0]}) != len(one[0]) + len(two[0]):
+        return None
+    return one[1], two[1]
+
+
+def check_targets(workspace: MoKWorkspace, name: str, targets: Sequence[WeightGradTarget]) -> list[int]:
+    """Words of E_local gradients of the right sizes that are new to the workspace.
+
+    Raises:
+        MoKArgumentError: one is not contiguous, or does not lie on 16 bytes.
+    """
+    words = grad_words(name, targets)
+    tensors = [target.tensor for target in targets]
+    if all(tensor is not None and tensor.dtype == tensors[0].dtype for tensor in tensors):
+        workspace.known_tensors[name].learn(tensors)
+    return words
+
+
+def check_context(context: MoKContext) -> None:
+    """Raise MoKArgumentError where a part of the context is not contiguous."""
+    for name, tensor in (("ctx.x_rows", context.x_rows), ("ctx.gate_up", context.gate_up)):
+        if not tensor.is_contiguous():
+            raise MoKArgumentError(f"{name}: strides {tensor.stride()} must be those of a contiguous matrix on a GPU")
+
+
 def device_backward(
-    workspace: MoKWorkspace, call: DeviceCall, config: MoKConfig, schedule: MoKSchedule, inputs: PassInputs
+    workspace: MoKWorkspace,
+    call: DeviceCall,
+    config: MoKConfig,
+    schedule: MoKSchedule,
+    context: MoKContext,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    router_weights: torch.Tensor,
+    w13: torch.Tensor | Sequence[torch.Tensor],
+    w2: torch.Tensor | Sequence[torch.Tensor],
+    targets: tuple[Sequence[WeightGradTarget], Sequence[WeightGradTarget]],
+    words: tuple[Sequence[int], Sequence[int]] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the backward megakernel. Returns dx [T, H] and d_router_weights fp32 [T, K]; weight gradients go to their targets.
+
+    Args:
+        words: of the targets, as `good_targets` gives them; None: they are made of `targets`.
 
     Raises:
         MoKArgumentError: a weight, a gradient or a part of the context is not contiguous, or a gradient does not lie on 16 bytes.
     """
-    _check_contiguous(inputs)
-    for name, tensor in (("ctx.x_rows", inputs.context.x_rows), ("ctx.gate_up", inputs.context.gate_up)):
-        if not tensor.is_contiguous():
-            raise MoKArgumentError(f"{name}: strides {tensor.stride()} must be those of a contiguous matrix on a GPU")
-    return workspace.executor.backward(
+    check_contiguous(workspace, call)
+    check_context(context)
+    if words is None:
+        words = tuple(check_targets(workspace, name, part) for name, part in zip(("main_grads (w13)", "main_grads (w2)"), targets, strict=True))
+    return workspace.executor.backward_into(
         schedule,
-        inputs.context,
-        inputs.dy.contiguous(),
-        inputs.x.contiguous(),
-        inputs.router_weights.contiguous(),
-        inputs.w13,
-        inputs.w2,
-        inputs.grads13,
-        inputs.grads2,
+        context,
+        dy.contiguous(),
+        x.contiguous(),
+        router_weights.contiguous(),
+        w13,
+        w2,
+        *words,
         timeout_seconds=call.limit_seconds,
         sm_reserve=config.sm_reserve,
     )

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from mok_megatron.config import MoKConfig
-from mok_megatron.device_calls import device_backward, device_call, device_forward, device_recompute, device_schedule
+from mok_megatron.device_calls import (
+    DeviceCall,
+    are_good_weights,
+    device_backward,
+    device_forward,
+    device_recompute,
+    device_schedule,
+    good_targets,
+)
 from mok_megatron.errors import MoKArgumentError
 from mok_megatron.executors.cpu import PassInputs, WeightGradTarget
 from mok_megatron.host_calls import host_call, host_pass, host_schedule
@@ -36,17 +44,28 @@ GradArgument = torch.Tensor | Sequence[torch.Tensor | None] | None
 OverwriteArgument = bool | Sequence[bool]
 
 
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
+
+
 def _call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: PassTag | None) -> contextlib.AbstractContextManager[Any]:
     """One numbered call: what fails inside it on one rank is raised on all of them."""
     if not isinstance(workspace, MoKWorkspace):
         # Without a workspace there is no group to tell; the order of the arguments is not the same in all functions.
         raise MoKArgumentError(f"workspace: must be a MoKWorkspace, is {type(workspace).__name__}")
-    if workspace.device.type == "cuda":
-        return device_call(workspace, config, kind, tag)
+    if workspace.executor is not None:
+        return DeviceCall(workspace, config, kind, tag)
     return host_call(workspace, config, kind, tag)
 
 
-def _check_tensor(name: str, value: object, sizes: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+def _check_tensor(name: str, value: object, sizes: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if (
+        isinstance(value, torch.Tensor)
+        and value.shape == sizes
+        and value.dtype in dtypes
+        and value.device == device
+        and value.layout is torch.strided
+    ):
+        return
     if not isinstance(value, torch.Tensor):
         raise MoKArgumentError(f"{name}: must be a tensor, is {type(value).__name__}")
     shape = value.shape
@@ -62,7 +81,7 @@ def _check_tensor(name: str, value: object, sizes: Sequence[int | None], dtypes:
 
 
 def _expert_matrices(
-    name: str, value: object, workspace: MoKWorkspace, rows: int, cols: int, dtypes: Sequence[torch.dtype]
+    name: str, value: object, workspace: MoKWorkspace, rows: int, cols: int, dtypes: tuple[torch.dtype, ...]
 ) -> list[torch.Tensor | None]:
     """E_local matrices [rows, cols] out of one tensor or a sequence; entries may be None."""
     experts = workspace.num_local_experts
@@ -74,44 +93,44 @@ def _expert_matrices(
     if not isinstance(value, Sequence) or len(value) != experts:
         got = f"{len(value)} entries" if isinstance(value, Sequence) else type(value).__name__
         raise MoKArgumentError(f"{name}: must be a tensor or a sequence of {experts} tensors, one a local expert; is {got}")
-    shape, device = torch.Size((rows, cols)), workspace.device
     for index, matrix in enumerate(value):
-        # Up to 512 matrices a call: one look at each, and the full check for what does not pass it.
-        good = isinstance(matrix, torch.Tensor) and matrix.shape == shape and matrix.dtype in dtypes and matrix.device == device
-        if not good and matrix is not None:
-            _check_tensor(f"{name}[{index}]", matrix, (rows, cols), dtypes, device)
+        if matrix is not None:
+            _check_tensor(f"{name}[{index}]", matrix, (rows, cols), dtypes, workspace.device)
     return list(value)
 
 
-def _weights(name: str, value: object, workspace: MoKWorkspace, rows: int, cols: int) -> WeightArgument:
+def _weights(call: Any, name: str, value: Any, workspace: MoKWorkspace, rows: int, cols: int) -> WeightArgument:
     """Checked weights; on the CPU one matrix an expert, on a GPU as they came: a call must not cost the host a loop where it need not."""
-    if workspace.device.type == "cuda" and isinstance(value, torch.Tensor):
+    on_device = workspace.executor is not None
+    if on_device and are_good_weights(workspace, name, value, rows, cols):
+        return value
+    if on_device and isinstance(value, torch.Tensor):
         _check_tensor(name, value, (workspace.num_local_experts, rows, cols), (workspace.dtype,), workspace.device)
+        call.new_weights.append((name, value))
         return value
     matrices = _expert_matrices(name, value, workspace, rows, cols, (workspace.dtype,))
     for index, matrix in enumerate(matrices):
         if matrix is None:
             raise MoKArgumentError(f"{name}[{index}]: must be a tensor, is None")
+    if on_device:
+        call.new_weights.append((name, matrices))
     return matrices
 
 
-def _w13(value: object, workspace: MoKWorkspace) -> WeightArgument:
-    return _weights("w13", value, workspace, 2 * workspace.intermediate_size, workspace.hidden_size)
+def _w13(call: Any, value: object, workspace: MoKWorkspace) -> WeightArgument:
+    return _weights(call, "w13", value, workspace, 2 * workspace.intermediate_size, workspace.hidden_size)
 
 
-def _w2(value: object, workspace: MoKWorkspace) -> WeightArgument:
-    return _weights("w2", value, workspace, workspace.hidden_size, workspace.intermediate_size)
+def _w2(call: Any, value: object, workspace: MoKWorkspace) -> WeightArgument:
+    return _weights(call, "w2", value, workspace, workspace.hidden_size, workspace.intermediate_size)
 
 
 def _check_tokens(workspace: MoKWorkspace, schedule: object, x: torch.Tensor, router_weights: torch.Tensor, x_name: str = "x") -> None:
     if not isinstance(schedule, MoKSchedule):
         raise MoKArgumentError(f"schedule: must be a MoKSchedule, is {type(schedule).__name__}")
-    made_for = (schedule.row_source_rank.shape[0], schedule.expert_rows.shape[0], schedule.topk_experts.shape[1])
-    if made_for != (workspace.capacity_rows, workspace.num_local_experts, workspace.topk):
-        raise MoKArgumentError(
-            f"schedule: is of another workspace: its rows, local experts and topk are {made_for}, must be "
-            f"{(workspace.capacity_rows, workspace.num_local_experts, workspace.topk)}"
-        )
+    wanted = (workspace.capacity_rows, workspace.num_local_experts, workspace.topk)
+    if schedule.sizes != wanted:
+        raise MoKArgumentError(f"schedule: is of another workspace: its rows, local experts and topk are {schedule.sizes}, must be {wanted}")
     _check_tensor(x_name, x, (schedule.num_tokens, workspace.hidden_size), (workspace.dtype,), workspace.device)
     _check_tensor("router_weights", router_weights, (schedule.num_tokens, workspace.topk), (torch.float32,), workspace.device)
 
@@ -129,14 +148,13 @@ def build_schedule(workspace: MoKWorkspace, config: MoKConfig, topk_experts: tor
         MoKTimeoutError, MoKPeerError: a rank did not come, or refused.
     """
     with _call(workspace, config, CallKind.SCHEDULE, tag) as state:
-        integers = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
-        _check_tensor("topk_experts", topk_experts, (None, workspace.topk), integers, workspace.device)
-        tokens = topk_experts.shape[0]
+        tokens = topk_experts.shape[0] if isinstance(topk_experts, torch.Tensor) and topk_experts.dim() == 2 else None
+        _check_tensor("topk_experts", topk_experts, (tokens, workspace.topk), _INTEGERS, workspace.device)
         if tokens > workspace.num_local_tokens:
             raise MoKArgumentError(
                 f"topk_experts: rank {workspace.rank} brings {tokens} tokens, must be at most num_local_tokens={workspace.num_local_tokens}"
             )
-        if workspace.device.type == "cuda":
+        if workspace.executor is not None:
             return device_schedule(workspace, state, topk_experts)
         return host_schedule(workspace, state, topk_experts)
 
@@ -175,11 +193,12 @@ def forward(
     """
     with _call(workspace, config, CallKind.FORWARD, tag) as state:
         _check_tokens(workspace, schedule, x, router_weights)
-        inputs = PassInputs(x, router_weights, _w13(w13, workspace), _w2(w2, workspace))
-        inputs.context = _new_context(workspace) if save_context else None
-        if workspace.device.type == "cuda":
-            return device_forward(workspace, state, config, schedule, inputs), inputs.context
-        return host_pass(workspace, state, Pass.FORWARD, schedule, inputs).tokens, inputs.context
+        w13, w2 = _w13(state, w13, workspace), _w2(state, w2, workspace)
+        context = _new_context(workspace) if save_context else None
+        if workspace.executor is not None:
+            return device_forward(workspace, state, config, schedule, x, router_weights, w13, w2, context), context
+        inputs = PassInputs(x, router_weights, w13, w2, context=context)
+        return host_pass(workspace, state, Pass.FORWARD, schedule, inputs).tokens, context
 
 
 def recompute_forward_context(
@@ -195,12 +214,13 @@ def recompute_forward_context(
     """The context that `forward` would have kept, bit for bit, for activation checkpointing. Arguments and errors as `forward`."""
     with _call(workspace, config, CallKind.RECOMPUTE, tag) as state:
         _check_tokens(workspace, schedule, x, router_weights)
-        inputs = PassInputs(x, router_weights, _w13(w13, workspace), context=_new_context(workspace))
-        if workspace.device.type == "cuda":
-            device_recompute(workspace, state, config, schedule, inputs)
-            return inputs.context
-        host_pass(workspace, state, Pass.RECOMPUTE, schedule, inputs)
-        return inputs.context
+        w13 = _w13(state, w13, workspace)
+        context = _new_context(workspace)
+        if workspace.executor is not None:
+            device_recompute(workspace, state, config, schedule, x, router_weights, w13, context)
+        else:
+            host_pass(workspace, state, Pass.RECOMPUTE, schedule, PassInputs(x, router_weights, w13, context=context))
+        return context
 
 
 def _targets(name: str, grads: GradArgument, overwrite: object, workspace: MoKWorkspace, rows: int, cols: int) -> list[WeightGradTarget]:
@@ -212,6 +232,19 @@ def _targets(name: str, grads: GradArgument, overwrite: object, workspace: MoKWo
     if not isinstance(flags, Sequence) or len(flags) != experts or not all(isinstance(flag, bool) for flag in flags):
         raise MoKArgumentError(f"overwrite_main_grads ({name})={overwrite!r}: must be a bool or a sequence of {experts} bools")
     return [WeightGradTarget(tensor, flag) for tensor, flag in zip(tensors, flags, strict=True)]
+
+
+def _pair_of_targets(workspace: MoKWorkspace, main_grads: Any, overwrite: Any) -> tuple[list[WeightGradTarget], list[WeightGradTarget]]:
+    """Targets of w13 and of w2."""
+    for name, pair in (("main_grads", main_grads), ("overwrite_main_grads", overwrite)):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            got = f"{type(pair).__name__} of {len(pair)}" if isinstance(pair, Sequence) else type(pair).__name__
+            raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {got}")
+    hidden, inner = workspace.hidden_size, workspace.intermediate_size
+    return (
+        _targets("w13", main_grads[0], overwrite[0], workspace, 2 * inner, hidden),
+        _targets("w2", main_grads[1], overwrite[1], workspace, hidden, inner),
+    )
 
 
 def _check_apart(targets: Sequence[WeightGradTarget]) -> None:
@@ -273,20 +306,21 @@ def backward(
         rows = workspace.macrobatch_size
         _check_tensor("ctx.x_rows", ctx.x_rows, (rows, hidden), (workspace.dtype,), workspace.device)
         _check_tensor("ctx.gate_up", ctx.gate_up, (rows, 2 * inner), (workspace.dtype,), workspace.device)
-        inputs = PassInputs(x, router_weights, _w13(w13, workspace), _w2(w2, workspace), dy, ctx)
+        checked13, checked2 = _w13(state, w13, workspace), _w2(state, w2, workspace)
         fresh = main_grads is None
         if fresh:
             main_grads, overwrite_main_grads = (_fresh_like(w13), _fresh_like(w2)), (True, True)
-        for name, pair in (("main_grads", main_grads), ("overwrite_main_grads", overwrite_main_grads)):
-            if not isinstance(pair, Sequence) or len(pair) != 2:
-                got = f"{type(pair).__name__} of {len(pair)}" if isinstance(pair, Sequence) else type(pair).__name__
-                raise MoKArgumentError(f"{name}: must be a pair, for w13 and for w2; is {got}")
-        inputs.grads13 = _targets("w13", main_grads[0], overwrite_main_grads[0], workspace, 2 * inner, hidden)
-        inputs.grads2 = _targets("w2", main_grads[1], overwrite_main_grads[1], workspace, hidden, inner)
-        if not fresh:
-            _check_apart([*inputs.grads13, *inputs.grads2])
+        words, targets = None, ((), ())
+        if workspace.executor is not None:
+            words = good_targets(workspace, main_grads, overwrite_main_grads)
+        if words is None:
+            targets = _pair_of_targets(workspace, main_grads, overwrite_main_grads)
+            if not fresh:
+                _check_apart([*targets[0], *targets[1]])
         dw13, dw2 = main_grads if fresh else (None, None)
-        if workspace.device.type == "cuda":
-            return *device_backward(workspace, state, config, schedule, inputs), dw13, dw2
+        operands = (dy, x, router_weights, checked13, checked2)
+        if workspace.executor is not None:
+            return *device_backward(workspace, state, config, schedule, ctx, *operands, targets, words), dw13, dw2
+        inputs = PassInputs(x, router_weights, checked13, checked2, dy, ctx, *targets)
         outputs = host_pass(workspace, state, Pass.BACKWARD, schedule, inputs)
         return outputs.tokens, outputs.d_router_weights, dw13, dw2

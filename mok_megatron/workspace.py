@@ -13,19 +13,21 @@ from mok_megatron.buffers import Rings, SymmetricBuffers, WorkspaceShape
 from mok_megatron.build import build_info, check_device_architecture
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKError
+from mok_megatron.known_tensors import KnownTensors
 from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, GroupProtocol, PassTag, StatusCode, poll
 from mok_megatron.rendezvous import Member, gather
 from mok_megatron.symmetric_memory import map_device_buffers, map_host_buffers
 
 if TYPE_CHECKING:
-    pass
+    from mok_megatron.executors.cuda import CudaExecutor
 
 
 class MoKWorkspace:
     """One rank's side of a group's buffers. Made by `get_workspace`.
 
-    Attributes: shape (WorkspaceShape), rank, device, buffers (SymmetricBuffers of every rank), rings, protocol, minibatch_size and
-    macrobatch_size as resolved, failure (the fatal error after which nothing works any more, or None).
+    Attributes: shape (WorkspaceShape) and its sizes by name, rank, device, buffers (SymmetricBuffers of every rank), rings and protocol (on the
+    CPU), executor (of the kernels; None on the CPU), known_tensors (weights and gradients that passed a call's checks, by argument),
+    minibatch_size and macrobatch_size as resolved, failure (the fatal error after which nothing works any more, or None).
     """
 
     def __init__(
@@ -48,6 +50,12 @@ class MoKWorkspace:
         self.members = members
         self.timeout_seconds = timeout_seconds
         self.minibatch_size, self.macrobatch_size = shape.ring(num_sms)
+        self.ep_size, self.num_local_tokens, self.topk = shape.ep_size, shape.num_local_tokens, shape.topk
+        self.hidden_size, self.intermediate_size, self.dtype = shape.hidden_size, shape.intermediate_size, shape.dtype
+        self.num_local_experts, self.capacity_rows = shape.num_local_experts, shape.capacity_rows
+        self.executor: CudaExecutor | None = None
+        self.known_tensors = {name: KnownTensors() for name in ("w13", "w2", "main_grads (w13)", "main_grads (w2)")}
+        self._good_config: MoKConfig | None = None
         if device.type == "cuda":
             self._start_device()
         else:
@@ -68,7 +76,7 @@ class MoKWorkspace:
             return torch.empty(rows, *width, dtype=dtype, device=self.device)
 
         self.call_log = CallLog()
-        self.executor: CudaExecutor = CudaExecutor(
+        self.executor = CudaExecutor(
             ExecutorShape(
                 self.rank,
                 shape.ep_size,
@@ -90,22 +98,13 @@ class MoKWorkspace:
             ring(dtype=torch.float32),
         )
 
-    ep_size = property(lambda self: self.shape.ep_size)
-    num_local_tokens = property(lambda self: self.shape.num_local_tokens)
-    hidden_size = property(lambda self: self.shape.hidden_size)
-    topk = property(lambda self: self.shape.topk)
-    num_local_experts = property(lambda self: self.shape.num_local_experts)
-    intermediate_size = property(lambda self: self.shape.intermediate_size)
-    dtype = property(lambda self: self.shape.dtype)
-    capacity_rows = property(lambda self: self.shape.capacity_rows)
-
     @property
     def mine(self) -> SymmetricBuffers:
         return self.buffers[self.rank]
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds, by purpose."""
-        if self.device.type == "cuda":
+        if self.executor is not None:
             rings = self.executor.memory_bytes()
         else:
             rings = {f"ring.{f.name}": getattr(self.rings, f.name).nbytes for f in dataclasses.fields(Rings)}
@@ -126,11 +125,14 @@ class MoKWorkspace:
         Raises:
             MoKArgumentError: it has others, or is no config.
         """
+        if config is self._good_config:  # configs are frozen
+            return
         if not isinstance(config, MoKConfig):
             raise MoKArgumentError(f"config={config!r}: must be a MoKConfig")
         for name in ("minibatch_size", "macrobatch_size", "schedule_capacity_multiplier"):
             if getattr(config, name) != getattr(self.shape, name):
                 raise MoKArgumentError(f"config.{name}={getattr(config, name)}: the workspace was made with {getattr(self.shape, name)}")
+        self._good_config = config
 
     def check_usable(self) -> None:
         if self.failure is not None:

@@ -8,7 +8,8 @@ import array
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,14 +17,16 @@ from mok_megatron.build import LIBRARY, build_info, check_device_architecture, l
 from mok_megatron.config import BLOCK_ROWS, MAX_EP_SIZE, MAX_LOCAL_EXPERTS
 from mok_megatron.errors import MoKArgumentError, MoKBuildError, MoKError
 from mok_megatron.executors.cpu import WeightGradTarget
-from mok_megatron.executors.cuda_backward import BACKWARD_FIELDS, BackwardMemory, grad_words
-from mok_megatron.schedule import MoKContext, MoKSchedule
+from mok_megatron.executors.cuda_backward import BACKWARD_FIELDS, BackwardMemory, grad_words, matrix_addresses
+from mok_megatron.schedule import MoKContext, MoKSchedule, PackedSchedule, ScheduleLayout
 
 _TENSOR_MAP_BYTES = 128
 _STATE_WORDS = 8
 FAULT_WORDS = 16
 
 _PEER_FIELDS = ("x", "router_weights", "combine", "flags", "routes", "num_tokens", "dy", "d_router_weights")
+# What the passes read of a schedule, in the order of MoKSchedule.addresses().
+_SCHEDULE_TABLES = ("row_source_rank", "row_source_slot", "expert_rows", "expert_row_offsets", "topk_experts")
 _FORWARD_FIELDS = (
     "rank",
     "ep_size",
@@ -121,30 +124,34 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class CallBlock:
-    """The argument block of one kernel call: 64-bit words with names."""
+    """The argument block of one kernel call: 64-bit words with names. Attributes: address."""
 
-    def __init__(self, fields: Sequence[str], extra: int, peers: Sequence[Sequence[int]]) -> None:
+    def __init__(self, fields: Sequence[str], tables: int, peers: Sequence[Sequence[int]], entries: int = 0) -> None:
         base = len(_PEER_FIELDS) * MAX_EP_SIZE
+        self._fields = tuple(fields)
         self._at = {name: base + i for i, name in enumerate(fields)}
-        self._words = array.array("q", bytes(8 * (base + len(fields) + extra)))
-        self._extra = base + len(fields)
+        # Never resized: the address stays.
+        self._words = array.array("q", bytes(8 * (base + len(fields) + tables * MAX_LOCAL_EXPERTS)))
+        self.address = self._words.buffer_info()[0]
+        # Write `entries` words of a table behind the named words (w13: 0, w2: 1; gradients of w13: 2, of w2: 3).
+        self.tables = [self._writer(base + len(fields) + index * MAX_LOCAL_EXPERTS, entries) for index in range(tables)]
         for rank, pointers in enumerate(peers):
             for field, pointer in enumerate(pointers):
                 self._words[field * MAX_EP_SIZE + rank] = pointer
 
-    @property
-    def address(self) -> int:
-        return self._words.buffer_info()[0]
+    def _writer(self, first: int, count: int) -> Callable[..., None]:
+        return functools.partial(struct.Struct(f"{count}q").pack_into, self._words, 8 * first)
+
+    def writer(self, *names: str) -> Callable[..., None]:
+        """What writes the words of these names, in this order, at once. They must lie side by side."""
+        first = self._fields.index(names[0])
+        if self._fields[first : first + len(names)] != names:
+            raise ValueError(f"{names}: must lie side by side in {self._fields}")
+        return self._writer(self._at[names[0]], len(names))
 
     def set(self, **values: int) -> None:
-        words, at = self._words, self._at
         for name, value in values.items():
-            words[at[name]] = value
-
-    def set_table(self, index: int, values: list[int]) -> None:
-        """Entries of the table `index` behind the named words (w13: 0, w2: 1; gradients of w13: 2, of w2: 3)."""
-        first = self._extra + index * MAX_LOCAL_EXPERTS
-        self._words[first : first + len(values)] = array.array("q", values)
+            self._words[self._at[name]] = value
 
 
 @dataclasses.dataclass
@@ -182,13 +189,6 @@ class ExecutorShape:
     minibatch_size: int
     macrobatch_size: int
     capacity_rows: int
-
-
-def _weight_pointers(weights: torch.Tensor | Sequence[torch.Tensor]) -> list[int]:
-    if isinstance(weights, torch.Tensor):
-        first, step = weights.data_ptr(), weights.stride(0) * weights.element_size()
-        return [first + i * step for i in range(weights.shape[0])]
-    return [weight.data_ptr() for weight in weights]
 
 
 class CudaExecutor:
@@ -241,10 +241,13 @@ class CudaExecutor:
         self._fault_code = ctypes.c_int64.from_address(self.fault.data_ptr())
         self._rings = (ring_activation, ring_weights)
         self._peers = peers = [rank.pointers() for rank in memory]
+        self._layout = ScheduleLayout(shape.capacity_rows, experts, shape.topk)
+        # Looked up once: the object that torch.cuda.current_stream() makes costs several times the launch's own words.
+        self._raw_stream = torch._C._cuda_getCurrentRawStream
         common = {"rank": shape.rank, "ep_size": shape.ep_size, "topk": shape.topk, "num_local_experts": experts}
         shared = {"state": self._state.data_ptr(), "fault": self.fault.data_ptr()}
         self._backward_memory: BackwardMemory | None = None
-        self._forward = CallBlock(_FORWARD_FIELDS, 2 * MAX_LOCAL_EXPERTS, peers)
+        self._forward = CallBlock(_FORWARD_FIELDS, 2, peers, experts)
         self._forward.set(
             **common,
             **shared,
@@ -259,6 +262,10 @@ class CudaExecutor:
             counters=self._counters.data_ptr(),
             records=self._records.data_ptr(),
         )
+        self._write_forward = self._forward.writer(
+            "num_comm_sms", "sm_reserve", "timeout_nanoseconds", *_SCHEDULE_TABLES, "x", "router_weights", "y", "x_rows", "gate_up"
+        )
+        self._write_forward_tokens = self._forward.writer("num_tokens")
         self._schedule = CallBlock(_SCHEDULE_FIELDS, 0, peers)
         self._schedule.set(
             **common,
@@ -267,6 +274,18 @@ class CudaExecutor:
             capacity_rows=shape.capacity_rows,
             scratch=self._scratch.data_ptr(),
         )
+        self._write_schedule = self._schedule.writer(
+            "timeout_nanoseconds",
+            "topk_experts",
+            "wide_ids",
+            "row_source_rank",
+            "row_source_slot",
+            "expert_rows",
+            "expert_row_offsets",
+            "num_rows",
+            "own_routes",
+        )
+        self._write_schedule_tokens = self._schedule.writer("num_tokens")
 
     def fault_code(self) -> int:
         """The code of the kernels' fault record, 0 without a fault. Costs no look at the GPU."""
@@ -284,37 +303,22 @@ class CudaExecutor:
             **({} if self._backward_memory is None else self._backward_memory.memory_bytes()),
         }
 
-    def _launch(self, name: str, block: CallBlock) -> None:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        code = getattr(self._library, name)(block.address, stream)
+    def _launch(self, function: Callable[[int, int], int], block: CallBlock) -> None:
+        code = function(block.address, self._raw_stream(self.device.index))
         if code != 0:
-            raise MoKError(f"{name} failed with CUDA error {code}")
+            raise MoKError(f"{function.__name__} failed with CUDA error {code}")
 
     def build_schedule(self, topk_experts: torch.Tensor, timeout_seconds: float) -> MoKSchedule:
         """Schedule of int32 or int64 [T, K] contiguous expert ids; bad ids and overflow are reported through `fault`."""
-        shape = self.shape
-        tokens = topk_experts.shape[0]
-
-        # Two allocations instead of six: a call's host time is mostly the number of torch calls.
-        sizes = (shape.capacity_rows, shape.capacity_rows, shape.num_local_experts, tokens * shape.topk)
-        ranks, slots, rows, routes = torch.empty(sum(sizes), dtype=torch.int32, device=self.device).split(sizes)
-        wide = torch.empty(shape.num_local_experts + 2, dtype=torch.int64, device=self.device)
-        offsets, total = wide.split((shape.num_local_experts + 1, 1))
-        schedule = MoKSchedule(tokens, ranks, slots, rows, offsets, total, routes.view(tokens, shape.topk))
-        self._schedule.set(
-            num_tokens=tokens,
-            timeout_nanoseconds=int(timeout_seconds * 1e9),
-            topk_experts=topk_experts.data_ptr(),
-            wide_ids=int(topk_experts.dtype == torch.int64),
-            row_source_rank=schedule.row_source_rank.data_ptr(),
-            row_source_slot=schedule.row_source_slot.data_ptr(),
-            expert_rows=schedule.expert_rows.data_ptr(),
-            expert_row_offsets=schedule.expert_row_offsets.data_ptr(),
-            num_rows=schedule.num_rows.data_ptr(),
-            own_routes=schedule.topk_experts.data_ptr(),
+        tokens, topk = topk_experts.shape
+        layout = self._layout
+        memory = torch.empty(layout.words + tokens * topk, dtype=torch.int32, device=self.device)
+        self._write_schedule_tokens(tokens)
+        self._write_schedule(
+            int(timeout_seconds * 1e9), topk_experts.data_ptr(), topk_experts.dtype is torch.int64, *layout.addresses(memory.data_ptr())
         )
-        self._launch("mok_sm90_schedule", self._schedule)
-        return schedule
+        self._launch(self._library.mok_sm90_schedule, self._schedule)
+        return PackedSchedule(layout, tokens, memory)
 
     def forward(
         self,
@@ -338,25 +342,21 @@ class CudaExecutor:
             raise MoKArgumentError(f"fwd_num_comm_sms={num_comm_sms}, sm_reserve={sm_reserve}: must leave a pair of the GPU's {self._sms} SMs")
         y = torch.empty_like(x)
         block = self._forward
-        block.set(
-            num_tokens=schedule.num_tokens,
-            num_comm_sms=num_comm_sms,
-            sm_reserve=sm_reserve,
-            timeout_nanoseconds=int(timeout_seconds * 1e9),
-            row_source_rank=schedule.row_source_rank.data_ptr(),
-            row_source_slot=schedule.row_source_slot.data_ptr(),
-            expert_rows=schedule.expert_rows.data_ptr(),
-            expert_row_offsets=schedule.expert_row_offsets.data_ptr(),
-            topk_experts=schedule.topk_experts.data_ptr(),
-            x=x.data_ptr(),
-            router_weights=router_weights.data_ptr(),
-            y=y.data_ptr(),
-            x_rows=(self.ring_x if context is None else context.x_rows).data_ptr(),
-            gate_up=0 if context is None else context.gate_up.data_ptr(),
+        self._write_forward_tokens(schedule.num_tokens)
+        self._write_forward(
+            num_comm_sms,
+            sm_reserve,
+            int(timeout_seconds * 1e9),
+            *schedule.addresses(),
+            x.data_ptr(),
+            router_weights.data_ptr(),
+            y.data_ptr(),
+            (self.ring_x if context is None else context.x_rows).data_ptr(),
+            0 if context is None else context.gate_up.data_ptr(),
         )
-        block.set_table(0, _weight_pointers(w13))
-        block.set_table(1, _weight_pointers(w2))
-        self._launch("mok_sm90_forward", block)
+        block.tables[0](*matrix_addresses(w13))
+        block.tables[1](*matrix_addresses(w2))
+        self._launch(self._library.mok_sm90_forward, block)
         return y
 
     @functools.cached_property
@@ -374,7 +374,7 @@ class CudaExecutor:
             experts=shape.num_local_experts,
         )
         activation, weights = self._rings
-        block = CallBlock(BACKWARD_FIELDS, 4 * MAX_LOCAL_EXPERTS, self._peers)
+        block = CallBlock(BACKWARD_FIELDS, 4, self._peers, shape.num_local_experts)
         block.set(
             rank=shape.rank,
             ep_size=shape.ep_size,
@@ -395,32 +395,47 @@ class CudaExecutor:
         )
         return block
 
+    @functools.cached_property
+    def _write_backward(self) -> Callable[..., None]:
+        return self._backward.writer(
+            "sm_reserve",
+            "timeout_nanoseconds",
+            *_SCHEDULE_TABLES,
+            "x",
+            "dy",
+            "router_weights",
+            "dx",
+            "d_router_weights",
+            "x_rows",
+            "gate_up",
+        )
+
     def _set_backward(
         self,
         schedule: MoKSchedule,
         context: MoKContext,
         x: torch.Tensor,
         router_weights: torch.Tensor,
-        w13: torch.Tensor | Sequence[torch.Tensor],
         timeout_seconds: float,
         sm_reserve: int,
+        dy: int = 0,
+        dx: int = 0,
+        d_router_weights: int = 0,
     ) -> CallBlock:
         block = self._backward
-        block.set(
-            num_tokens=schedule.num_tokens,
-            sm_reserve=sm_reserve,
-            timeout_nanoseconds=int(timeout_seconds * 1e9),
-            row_source_rank=schedule.row_source_rank.data_ptr(),
-            row_source_slot=schedule.row_source_slot.data_ptr(),
-            expert_rows=schedule.expert_rows.data_ptr(),
-            expert_row_offsets=schedule.expert_row_offsets.data_ptr(),
-            topk_experts=schedule.topk_experts.data_ptr(),
-            x=x.data_ptr(),
-            router_weights=router_weights.data_ptr(),
-            x_rows=context.x_rows.data_ptr(),
-            gate_up=context.gate_up.data_ptr(),
+        block.set(num_tokens=schedule.num_tokens)
+        self._write_backward(
+            sm_reserve,
+            int(timeout_seconds * 1e9),
+            *schedule.addresses(),
+            x.data_ptr(),
+            dy,
+            router_weights.data_ptr(),
+            dx,
+            d_router_weights,
+            context.x_rows.data_ptr(),
+            context.gate_up.data_ptr(),
         )
-        block.set_table(0, _weight_pointers(w13))
         return block
 
     def recompute(
@@ -435,10 +450,12 @@ class CudaExecutor:
         sm_reserve: int = 0,
     ) -> None:
         """Fills `context` as `forward` does, bit for bit. Operands as there."""
-        block = self._set_backward(schedule, context, x, router_weights, w13, timeout_seconds, sm_reserve)
-        # Its map is made, and never read.
-        block.set_table(1, _weight_pointers(w13))
-        self._launch("mok_sm90_recompute", block)
+        block = self._set_backward(schedule, context, x, router_weights, timeout_seconds, sm_reserve)
+        addresses = matrix_addresses(w13)
+        block.tables[0](*addresses)
+        # The map of w2 is made, and never read.
+        block.tables[1](*addresses)
+        self._launch(self._library.mok_sm90_recompute, block)
 
     def backward(
         self,
@@ -460,11 +477,41 @@ class CudaExecutor:
         Raises:
             MoKArgumentError: a target is not contiguous or does not lie on 16 bytes.
         """
+        return self.backward_into(
+            schedule,
+            context,
+            dy,
+            x,
+            router_weights,
+            w13,
+            w2,
+            grad_words("main_grads (w13)", grads13),
+            grad_words("main_grads (w2)", grads2),
+            timeout_seconds=timeout_seconds,
+            sm_reserve=sm_reserve,
+        )
+
+    def backward_into(
+        self,
+        schedule: MoKSchedule,
+        context: MoKContext,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        router_weights: torch.Tensor,
+        w13: torch.Tensor | Sequence[torch.Tensor],
+        w2: torch.Tensor | Sequence[torch.Tensor],
+        words13: Sequence[int],
+        words2: Sequence[int],
+        *,
+        timeout_seconds: float,
+        sm_reserve: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`backward` with the gradients as `grad_words` gives them."""
         dx, d_router_weights = torch.empty_like(x), torch.empty_like(router_weights)
-        tables = [_weight_pointers(w2), grad_words("main_grads (w13)", grads13), grad_words("main_grads (w2)", grads2)]
-        block = self._set_backward(schedule, context, x, router_weights, w13, timeout_seconds, sm_reserve)
-        block.set(dy=dy.data_ptr(), dx=dx.data_ptr(), d_router_weights=d_router_weights.data_ptr())
-        for index, table in enumerate(tables):
-            block.set_table(1 + index, table)
-        self._launch("mok_sm90_backward", block)
+        block = self._set_backward(
+            schedule, context, x, router_weights, timeout_seconds, sm_reserve, dy.data_ptr(), dx.data_ptr(), d_router_weights.data_ptr()
+        )
+        for write, table in zip(block.tables, (matrix_addresses(w13), matrix_addresses(w2), words13, words2), strict=True):
+            write(*table)
+        self._launch(self._library.mok_sm90_backward, block)
         return dx, d_router_weights

@@ -10,8 +10,9 @@ from mok_megatron.errors import MoKArgumentError
 from mok_megatron.executors.cpu import TILES, WeightGradTarget
 
 _TENSOR_MAP_BYTES = 128
-_ALIGNMENT = 16
-_OVERWRITE, _BF16 = 1, 2
+ALIGNMENT = 16
+# In the lowest bits of a gradient's address.
+OVERWRITE_FLAG, BF16_FLAG = 1, 2
 
 BACKWARD_FIELDS = (
     "rank",
@@ -54,6 +55,14 @@ BACKWARD_FIELDS = (
 )
 
 
+def matrix_addresses(matrices: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[int]:
+    """Where the E_local matrices of one tensor or of a list begin now."""
+    if isinstance(matrices, torch.Tensor):
+        first, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
+        return [first + i * step for i in range(matrices.shape[0])]
+    return list(map(torch.Tensor.data_ptr, matrices))
+
+
 def grad_words(name: str, targets: Sequence[WeightGradTarget]) -> list[int]:
     """Addresses of E_local gradients, fp32 or bf16, with their flags in the lowest bits; 0 where none is wanted.
 
@@ -69,9 +78,9 @@ def grad_words(name: str, targets: Sequence[WeightGradTarget]) -> list[int]:
         if not tensor.is_contiguous():
             raise MoKArgumentError(f"{name}[{index}]: strides {tensor.stride()} must be those of a contiguous matrix on a GPU")
         address = tensor.data_ptr()
-        if address % _ALIGNMENT:
-            raise MoKArgumentError(f"{name}[{index}]: address {address:#x} must be a multiple of {_ALIGNMENT}")
-        words.append(address | (_OVERWRITE if target.overwrite else 0) | (_BF16 if tensor.dtype == torch.bfloat16 else 0))
+        if address % ALIGNMENT:
+            raise MoKArgumentError(f"{name}[{index}]: address {address:#x} must be a multiple of {ALIGNMENT}")
+        words.append(address | (OVERWRITE_FLAG if target.overwrite else 0) | (BF16_FLAG if tensor.dtype == torch.bfloat16 else 0))
     return words
 
 
