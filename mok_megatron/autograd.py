@@ -13,7 +13,6 @@ are read again when backward runs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -101,11 +100,10 @@ def _as_tuple(weights: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Call:
-    """Everything of one forward that is not a tensor."""
+    """Everything of one forward that has no tensors but the parameters."""
 
     config: MoKConfig
     workspace: functional.MoKWorkspace
-    schedule: functional.MoKSchedule | None  # None once its tensors are with save_for_backward
     binding: WeightBinding
     tag: functional.PassTag | None
     save: bool
@@ -140,23 +138,21 @@ def routed_experts(
     """
     parameters = weights.parameters
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, router_weights, *parameters))
-    call = _Call(config, workspace, schedule, weights, tag, save)
-    return _RoutedExperts.apply(call, x, router_weights, *parameters)
+    call = _Call(config, workspace, weights, tag, save)
+    return _RoutedExperts.apply(call, schedule, x, router_weights, *parameters)
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, router_weights: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, schedule: functional.MoKSchedule, x: Tensor, router_weights: Tensor, *parameters: Tensor) -> Tensor:
         w13, w2 = call.binding.weights()
-        y, context = functional.forward(
-            call.config, call.workspace, call.schedule, x, router_weights, w13, w2, save_context=call.save, tag=call.tag
-        )
+        y, context = functional.forward(call.config, call.workspace, schedule, x, router_weights, w13, w2, save_context=call.save, tag=call.tag)
         if call.save:
-            schedule_tensors, ctx.join_schedule = call.schedule.split()
+            schedule_tensors, ctx.join_schedule = schedule.split()
             context_tensors = context.tensors()
             ctx.schedule_count = len(schedule_tensors)
             ctx.save_for_backward(x, router_weights, *schedule_tensors, *context_tensors)
-            ctx.call = dataclasses.replace(call, schedule=None)
+            ctx.call = call
         return y
 
     @staticmethod
@@ -182,5 +178,5 @@ class _RoutedExperts(torch.autograd.Function):
             overwrite_main_grads=gradients.overwrite,
             tag=call.tag,
         )
-        _, wants_dx, wants_dp, *_ = ctx.needs_input_grad
-        return (None, dx if wants_dx else None, d_router_weights if wants_dp else None, *gradients.finish())
+        _, _, wants_dx, wants_dp, *_ = ctx.needs_input_grad
+        return (None, None, dx if wants_dx else None, d_router_weights if wants_dp else None, *gradients.finish())

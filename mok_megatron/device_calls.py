@@ -15,7 +15,7 @@ import torch
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
 from mok_megatron.executors.cpu import WeightGradTarget
-from mok_megatron.executors.cuda_backward import ALIGNMENT, BF16_FLAG, grad_words, matrix_addresses
+from mok_megatron.executors.cuda_backward import ALIGNMENT, BF16_FLAG, OVERWRITE_FLAG, grad_words, matrix_addresses
 from mok_megatron.protocol import FATAL_RECORD, TEXT_BYTES, CallKind, PassTag, StatusCode, StatusWord, fatal_status_words
 from mok_megatron.rendezvous import name_members
 from mok_megatron.schedule import MoKContext, MoKSchedule
@@ -289,12 +289,14 @@ def _good_gradients(
     if functools.reduce(operator.or_, addresses) % ALIGNMENT:
         return None
     low = BF16_FLAG if dtype is torch.bfloat16 else 0
-    if isinstance(overwrite, bool):
-        low |= overwrite
-        return addresses, [address | low for address in addresses] if low else addresses
-    if not isinstance(overwrite, (list, tuple)) or len(overwrite) != experts or {*map(type, overwrite)} != {bool}:
-        return None
-    return addresses, [address | low | flag for address, flag in zip(addresses, overwrite, strict=True)]
+    if not isinstance(overwrite, bool):
+        if not isinstance(overwrite, (list, tuple)) or len(overwrite) != experts or {*map(type, overwrite)} != {bool}:
+            return None
+        if any(overwrite) and not all(overwrite):
+            return addresses, [address | low | OVERWRITE_FLAG * flag for address, flag in zip(addresses, overwrite, strict=True)]
+        overwrite = overwrite[0]
+    low |= OVERWRITE_FLAG if overwrite else 0
+    return addresses, [address | low for address in addresses] if low else addresses
 
 
 def good_targets(workspace: MoKWorkspace, main_grads: Any, overwrite: Any) -> tuple[Sequence[int], Sequence[int]] | None:

@@ -58,8 +58,9 @@ BACKWARD_FIELDS = (
 def matrix_addresses(matrices: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[int]:
     """Where the E_local matrices of one tensor or of a list begin now."""
     if isinstance(matrices, torch.Tensor):
-        first, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
-        return [first + i * step for i in range(matrices.shape[0])]
+        # A tensor of one expert may have any stride.
+        first, step = matrices.data_ptr(), max(matrices.stride(0) * matrices.element_size(), 1)
+        return range(first, first + matrices.shape[0] * step, step)
     return list(map(torch.Tensor.data_ptr, matrices))
 
 
