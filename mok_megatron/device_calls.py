@@ -271,7 +271,7 @@ def device_recompute(
 
 def _good_gradients(
     workspace: MoKWorkspace, name: str, grads: Any, overwrite: Any, rows: int, cols: int
-) -> tuple[Sequence[int], list[int]] | None:
+) -> tuple[Sequence[int], Sequence[int]] | None:
     """Addresses of gradients that the kernels can write, and the same with flags; None tells nothing."""
     experts = workspace.num_local_experts
     if grads is None:
