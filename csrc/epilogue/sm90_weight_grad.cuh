@@ -9,7 +9,20 @@ namespace mok {
 // A gradient's address with two flags in its lowest bits; 0: no gradient is wanted. Matrices lie on 16 bytes.
 constexpr int64_t kGradOverwrite = 1, kGradBf16 = 2, kGradAddress = ~int64_t{15};
 
-// Asks for one warp's 16 rows of the gradient before the products, so that they wait in L2 when the sum is there.
+// fp32 gradients of experts with many rows are added to by L2, with copies out of shared memory for which nobody waits: nothing is loaded, and
+// the epilogue is half as long. But L2 adds at a quarter of the rate at which it reads and writes (about 1 TB/s on H200), so that a tile of
+// fewer stages, each 64 rows of the expert, is through before L2 is; such a tile loads, adds and stores. The bits are the same on either way: an
+// element gets one addition a pass, rounded to nearest, subnormal numbers taken for zero.
+constexpr int32_t kLeastStagesOfL2Adds = 24;
+
+__device__ __forceinline__ bool adds_in_l2(int64_t grad, int32_t stages) {
+  return !(grad & (kGradBf16 | kGradOverwrite)) && stages >= kLeastStagesOfL2Adds;
+}
+
+// Boxes of the tensor maps of fp32 gradients: 16 rows of 128 bytes.
+constexpr uint32_t kGradBoxRows = 16, kGradBoxCols = 32, kGradBoxBytes = kGradBoxRows * kGradBoxCols * 4;
+
+// Asks for one warp's 16 rows of a gradient that its epilogue loads before the products, so that they wait in L2 when the sum is there.
 __device__ __forceinline__ void prefetch_weight_grad(int64_t grad, int64_t first, int64_t pitch, int32_t columns, uint32_t lane) {
   if (grad & kGradOverwrite || lane >= 16) return;
   const int64_t bytes = grad & kGradBf16 ? 2 : 4;
@@ -66,14 +79,52 @@ __device__ __forceinline__ void store_fp32_grad(const float (&accumulators)[128]
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       const float4 sum = ptx::load_shared_floats(chunk_at(2 * i + (lane >> 4), lane & 15));
-      rows[i * pitch / 2] = make_float4(__fadd_rn(before[i].x, sum.x), __fadd_rn(before[i].y, sum.y), __fadd_rn(before[i].z, sum.z),
-                                        __fadd_rn(before[i].w, sum.w));
+      rows[i * pitch / 2] = overwrite ? sum
+                                      : make_float4(ptx::add_flushed(before[i].x, sum.x), ptx::add_flushed(before[i].y, sum.y),
+                                                    ptx::add_flushed(before[i].z, sum.z), ptx::add_flushed(before[i].w, sum.w));
     }
     __syncwarp();
   }
 }
 
-// One warp's 16 rows of the tile, from element `first` of the gradient on; `columns` of the matrix lie right of it.
+// fp32, added in L2: one warp's 16 rows of the tile, box by box through two places in shared memory. `row` and `column` are those of the
+// gradient, `columns` lie right of it.
+__device__ __forceinline__ void add_fp32_grad(const float (&accumulators)[128], uint32_t staging, const CUtensorMap* map, int32_t row,
+                                              int32_t column, int32_t columns, uint32_t lane) {
+  // Rows of 128 bytes in 16-byte chunks, in the maps' swizzle.
+  const auto chunk_at = [&](uint32_t box, uint32_t at_row, uint32_t chunk) {
+    return staging + (box & 1) * kGradBoxBytes + at_row * 128 + ((chunk ^ (at_row & 7)) << 4);
+  };
+#pragma unroll
+  for (uint32_t box = 0; box < 256 / kGradBoxCols; ++box) {
+    if (static_cast<int32_t>(box * kGradBoxCols) >= columns) break;
+    if (box >= 2) {
+      if (lane == 0) ptx::bulk_wait_read<1>();
+      __syncwarp();
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+      const float* a = accumulators + 4 * (4 * box + j);
+      const uint32_t chunk = 2 * j + ((lane & 3) >> 1), offset = (lane & 1) * 8;
+      ptx::store_shared_pair(chunk_at(box, lane >> 2, chunk) + offset, a[0], a[1]);
+      ptx::store_shared_pair(chunk_at(box, (lane >> 2) + 8, chunk) + offset, a[2], a[3]);
+    }
+    ptx::fence_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      ptx::add_tile(map, staging + (box & 1) * kGradBoxBytes, column + static_cast<int32_t>(box * kGradBoxCols), row);
+      ptx::bulk_commit();
+    }
+  }
+}
+
+// Before the warp writes to its staging memory: copies out of it have been read.
+__device__ __forceinline__ void wait_staging_free(uint32_t lane) {
+  if (lane == 0) ptx::bulk_wait_read<0>();
+  __syncwarp();
+}
+
+// Other gradients: one warp's 16 rows of the tile, from element `first` of the gradient on; `columns` of the matrix lie right of it.
 __device__ __forceinline__ void store_weight_grad(float (&accumulators)[128], uint32_t staging, int64_t grad, int64_t first, int64_t pitch,
                                                   int32_t columns, uint32_t lane) {
   if (!(grad & kGradBf16)) {

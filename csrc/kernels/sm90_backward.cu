@@ -170,7 +170,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     for (int i = 0; i < kSlots; ++i) {
       ptx::barrier_init(ptx::smem_address(&shared.tile_full[i]), 1);
       ptx::barrier_init(ptx::smem_address(&shared.tile_loaded[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.tile_stored[i]), kConsumerWarps);
+      ptx::barrier_init(ptx::smem_address(&shared.tile_stored[i]), kConsumerWarps * 32);
       ptx::barrier_init(ptx::smem_address(&shared.ticket_full[i]), 1);
       ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
     }

@@ -83,6 +83,7 @@ __device__ __forceinline__ void run_dgrad2(const BackwardParams& params, const T
   staging = opaque(staging);
   lane = opaque(lane);
   if (!tile.store) return;
+  wait_staging_free(lane);
   const float d_weight = store_swiglu_backward(accumulators, staging, target, weight, first, second, lane);
   const int64_t tiles = ceil_div(inner, kActivationGradCols);
   if (lane < 16) params.partial_ring[(ring_row + lane) * tiles + tile.tile_n] = d_weight;
@@ -111,6 +112,7 @@ __device__ __forceinline__ void run_dgrad1(const BackwardParams& params, const T
   pipeline.multiply<kMajorK, kMajorMn>(accumulators, tile.iterations);
   staging = opaque(staging);
   lane = opaque(lane);
+  wait_staging_free(lane);
   push_rows(accumulators, staging, target, static_cast<int32_t>(params.shape.hidden - tile.tile_n * kHiddenCols), lane);
   if (weight_target != 0) *reinterpret_cast<float*>(weight_target) = d_weight;
 }
@@ -122,6 +124,7 @@ __device__ __forceinline__ void run_gemm1(const BackwardParams& params, const Ti
   staging = opaque(staging);
   lane = opaque(lane);
   if (!tile.store) return;
+  wait_staging_free(lane);
   const int64_t inner = params.shape.intermediate, ring_row = tile.ring_block * kBlockRows + warp * 16, column = tile.tile_n * kGateUpCols;
   store_gate_up(accumulators, staging, params.gate_up + row_offset(ring_row, 2 * inner) + column, inner, static_cast<int32_t>(inner - column),
                 lane);
@@ -130,8 +133,14 @@ __device__ __forceinline__ void run_gemm1(const BackwardParams& params, const Ti
 __device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Tile& tile, ConsumerPipeline& pipeline, uint32_t staging,
                                           uint32_t warp, uint32_t lane) {
   const int64_t pitch = tile.second ? params.shape.intermediate : params.shape.hidden, column = tile.tile_n * kWgradCols;
-  const int64_t first = row_offset(tile.tile_m * kWgradRows + warp * 16, pitch) + column;
-  if (!tile.continued) prefetch_weight_grad(tile.grad, first, pitch, static_cast<int32_t>(pitch - column), lane);
+  const int64_t row = tile.tile_m * kWgradRows + warp * 16, first = row_offset(row, pitch) + column;
+  const CUtensorMap* map = params.weight_maps + (tile.second ? 3 : 2) * params.shape.num_local_experts + tile.expert;
+  const bool in_l2 = adds_in_l2(tile.grad, tile.iterations);
+  if (in_l2) {
+    if (lane == 0) ptx::tensor_map_acquire(map);  // written by an earlier kernel's ordinary stores
+  } else if (!tile.continued) {
+    prefetch_weight_grad(tile.grad, first, pitch, static_cast<int32_t>(pitch - column), lane);
+  }
   float accumulators[128];
   if (tile.continues && tile.store) {
     load_sum(accumulators, tile.scratch, warp, lane);
@@ -147,7 +156,13 @@ __device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Ti
     store_sum(accumulators, tile.scratch, warp, lane);
     return;
   }
-  store_weight_grad(accumulators, staging, tile.grad, first, pitch, static_cast<int32_t>(pitch - column), lane);
+  wait_staging_free(lane);
+  if (in_l2) {
+    add_fp32_grad(accumulators, staging, map, static_cast<int32_t>(row), static_cast<int32_t>(column), static_cast<int32_t>(pitch - column),
+                  lane);
+  } else {
+    store_weight_grad(accumulators, staging, tile.grad, first, pitch, static_cast<int32_t>(pitch - column), lane);
+  }
 }
 
 __device__ __forceinline__ void run_zero(const BackwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
@@ -176,7 +191,7 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& params, Share
   while (true) {
     const Tile& tile = shared.tiles[reader.next()];
     const TileKind kind = tile.kind;
-    if (kind == TileKind::kExit) return;
+    if (kind == TileKind::kExit) break;
     if (kind == TileKind::kReduce) {
       run_reduce(params, tile, warp, lane);
     } else if (kind == TileKind::kZero) {
@@ -200,9 +215,10 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& params, Share
       // What was stored is read by bulk copies of other SMs.
       ptx::fence_async_global();
     }
-    __syncwarp();
-    reader.advance(lane == 0);
+    reader.advance(true);
   }
+  // Shared memory must outlive the copies out of it.
+  wait_staging_free(lane);
 }
 
 }  // namespace

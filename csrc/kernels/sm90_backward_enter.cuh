@@ -2,6 +2,7 @@
 // table of tasks, and tells the peers. And the host side that fills the arguments.
 #pragma once
 
+#include "../epilogue/sm90_weight_grad.cuh"
 #include "sm90_backward_params.cuh"
 #include "sm90_launch.h"
 #include "sm90_tensor_map.h"
@@ -10,7 +11,7 @@ namespace mok {
 namespace {
 
 struct BackwardEnterParams {
-  CUtensorMap map_w13, map_w2;
+  CUtensorMap map_w13, map_w2, map_grad13, map_grad2;
   PeerMemory peers;
   const uint4* x;
   const uint4* dy;  // null in a recompute
@@ -27,6 +28,7 @@ struct BackwardEnterParams {
   BackwardTotals* totals;
   DeviceState* state;
   int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
+  int64_t grads13[kMaxLocalExperts], grads2[kMaxLocalExperts];  // with flags, see sm90_weight_grad.cuh
 };
 
 constexpr int kBackwardEnterThreads = 512;
@@ -57,12 +59,17 @@ __global__ void __launch_bounds__(kBackwardEnterThreads) backward_enter_kernel(c
   if (params.dy != nullptr) copy_chunks(params.dy, reinterpret_cast<uint4*>(params.peers.dy[rank]), params.x_chunks, thread, threads);
   float* weights = reinterpret_cast<float*>(params.peers.router_weights[rank]);
   for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
-  if (thread < 2 * experts) {
-    const bool first = thread < experts;
-    CUtensorMap* map = params.weight_maps + thread;
-    *map = first ? params.map_w13 : params.map_w2;
-    ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[thread] : params.w2[thread - experts]));
-    ptx::tensor_map_release();
+  if (thread < 4 * experts) {
+    const int64_t matrix = thread / experts, expert = thread % experts;
+    // Gradients of which L2 keeps the sum; others are reached by plain stores.
+    const int64_t grad = matrix == 2 ? params.grads13[expert] : matrix == 3 ? params.grads2[expert] : 0;
+    const int64_t address = matrix == 0 ? params.w13[expert] : matrix == 1 ? params.w2[expert] : grad & kGradBf16 ? 0 : grad & kGradAddress;
+    if (address != 0) {
+      CUtensorMap* map = params.weight_maps + thread;
+      *map = matrix == 0 ? params.map_w13 : matrix == 1 ? params.map_w2 : matrix == 2 ? params.map_grad13 : params.map_grad2;
+      ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(address));
+      ptx::tensor_map_release();
+    }
   }
   __syncthreads();
   for (int64_t ticket = thread; ticket < plan.compute_tasks; ticket += threads) {
@@ -132,6 +139,9 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
     const int code = encode_tensor_map(m.map, reinterpret_cast<void*>(m.address), m.rows, m.columns, 64);
     if (code != 0) return code;
   }
+  int code = encode_tensor_map(&enter.map_grad13, nullptr, 2 * inner, hidden, kGradBoxRows, true);
+  if (code == 0) code = encode_tensor_map(&enter.map_grad2, nullptr, hidden, inner, kGradBoxRows, true);
+  if (code != 0) return code;
   PassShape& shape = enter.shape;
   shape.pass = pass;
   shape.rank = call.rank;
@@ -163,8 +173,8 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
   for (int64_t e = 0; e < call.num_local_experts; ++e) {
     enter.w13[e] = call.w13[e];
     enter.w2[e] = call.w2[e];
-    params.grads13[e] = recompute ? 0 : call.grads13[e];
-    params.grads2[e] = recompute ? 0 : call.grads2[e];
+    params.grads13[e] = enter.grads13[e] = recompute ? 0 : call.grads13[e];
+    params.grads2[e] = enter.grads2[e] = recompute ? 0 : call.grads2[e];
   }
   const int launched = launch_chained(backward_enter_kernel, sms, kBackwardEnterThreads, 0, stream, enter);
   if (launched != cudaSuccess) return launched;

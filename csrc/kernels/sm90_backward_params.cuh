@@ -46,7 +46,8 @@ struct BackwardParams {
   PeerMemory peers;
   PassShape shape;
   int64_t timeout_nanoseconds;
-  const CUtensorMap* weight_maps;  // [2, E_local]: w13 [2I, H], then w2 [H, I], the same boxes
+  // [4, E_local]: w13 [2I, H] and w2 [H, I], the same boxes; then their fp32 gradients, boxes of 16 rows x 32 columns.
+  const CUtensorMap* weight_maps;
   const BackwardRecord* compute_records;
   const BackwardRecord* comm_records;
   const BackwardTotals* totals;

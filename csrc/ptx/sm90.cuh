@@ -138,6 +138,21 @@ __device__ __forceinline__ void load_tile_multicast(uint32_t target, const CUten
       : "memory");
 }
 
+// Adds shared memory to an fp32 tensor in the L2 cache, as `add_flushed` does; elements outside of the tensor are left out.
+__device__ __forceinline__ void add_tile(const CUtensorMap* map, uint32_t source, int32_t column, int32_t row) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all but the `kPending` last groups of this thread have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 __device__ __forceinline__ void tensor_map_set_address(CUtensorMap* map, const void* address) {
   asm volatile("tensormap.replace.tile.global_address.global.b1024.b64 [%0], %1;" ::"l"(map), "l"(address) : "memory");
 }
@@ -148,6 +163,7 @@ __device__ __forceinline__ void tensor_map_acquire(const CUtensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------------------------------
@@ -234,6 +250,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Rounded to nearest, subnormal numbers taken for zero.
+__device__ __forceinline__ float add_flushed(float a, float b) {
+  float sum;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
 }
 
 __device__ __forceinline__ uint64_t global_nanoseconds() {

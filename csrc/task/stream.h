@@ -1,8 +1,9 @@
 // Tickets to tasks. `comm_task` and `compute_task` are pure functions of the plan and a ticket number.
 //
-// Order within a macrobatch: minibatch i is fetched, then its first GEMM, then the second GEMM of minibatch i-1, so that no second GEMM waits
-// for the last wave of a first GEMM. At the end of a macrobatch the last second GEMM comes before anything of the next one: a ring that holds
-// a single minibatch would otherwise wait for itself. A task waits only for tasks of lower order, or for a peer.
+// Order within a macrobatch: minibatch i is fetched, then its first GEMM, then the second GEMM of minibatch i - kLag. No second GEMM waits for
+// the last wave of a first GEMM, and what second GEMMs push to peers is spread between first GEMMs, which push nothing. At the end of a
+// macrobatch its last second GEMMs come before anything of the next one: a ring that holds few minibatches would otherwise wait for itself. A
+// task waits only for tasks of lower order, or for a peer.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ namespace mok {
 
 namespace detail {
 
-// Where a ticket falls in: front(0), {front(i), back(i-1)} for i = 1 .., back(last).
+// Where a ticket falls in: front(0) .. front(kLag - 1), {front(i), back(i - kLag)} for i = kLag .., then the backs that are left.
 struct SkewPosition {
   bool back;
   int64_t minibatch;
@@ -21,20 +22,21 @@ struct SkewPosition {
 };
 
 MOK_HOST_DEVICE SkewPosition skew_position(int64_t ticket, int64_t blocks, int64_t minibatch_blocks, int64_t front, int64_t back) {
-  const int64_t minibatches = ceil_div(blocks, minibatch_blocks);
-  const int64_t last_blocks = blocks - (minibatches - 1) * minibatch_blocks;
-  const int64_t first = (minibatches == 1 ? last_blocks : minibatch_blocks) * front;
-  if (ticket < first) return {false, 0, ticket};
-  ticket -= first;
-  if (minibatches == 1) return {true, 0, ticket};
-  const int64_t period = minibatch_blocks * (front + back);
-  const int64_t i = 1 + min_of(ticket / period, minibatches - 2);
-  ticket -= (i - 1) * period;
-  const int64_t front_tasks = (i == minibatches - 1 ? last_blocks : minibatch_blocks) * front;
-  if (ticket < front_tasks) return {false, i, ticket};
-  ticket -= front_tasks;
-  if (ticket < minibatch_blocks * back) return {true, i - 1, ticket};
-  return {true, minibatches - 1, ticket - minibatch_blocks * back};
+  const int64_t front_tasks = minibatch_blocks * front, back_tasks = minibatch_blocks * back;
+  const int64_t periods = ceil_div(blocks, minibatch_blocks) - kLag;  // minibatches whose front stands beside a back
+  const int64_t head = periods > 0 ? kLag * front_tasks : blocks * front;
+  if (ticket < head) return {false, ticket / front_tasks, ticket % front_tasks};
+  ticket -= head;
+  int64_t done = 0;  // backs that stand between fronts
+  if (periods > 0) {
+    const int64_t period = min_of(ticket / (front_tasks + back_tasks), periods - 1);
+    ticket -= period * (front_tasks + back_tasks);
+    const int64_t fronts = min_of(minibatch_blocks, blocks - (kLag + period) * minibatch_blocks) * front;
+    if (ticket < fronts) return {false, kLag + period, ticket};
+    ticket -= fronts;
+    done = period;
+  }
+  return {true, done + ticket / back_tasks, ticket % back_tasks};
 }
 
 struct TilePosition {
@@ -60,12 +62,12 @@ constexpr int kOrderShift = 40;
 enum Segment : int64_t { kFetchX = 0, kFetchDy = 1, kFront = 2, kBack = 3, kSegments = 4 };
 
 MOK_HOST_DEVICE int64_t macro_segments(const PassShape& shape) {
-  return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + 2);
+  return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + kLag + 1);
 }
 
-// `back` of minibatch i stands after `front` of minibatch i + 1.
+// `back` of minibatch i stands after `front` of minibatch i + kLag.
 MOK_HOST_DEVICE int64_t segment_order(const PassShape& shape, int64_t walk, int64_t minibatch, int64_t segment, int64_t index) {
-  const int64_t position = minibatch + (segment == kBack ? 1 : 0);
+  const int64_t position = minibatch + (segment == kBack ? kLag : 0);
   return ((walk * macro_segments(shape) + position * kSegments + segment) << kOrderShift) + index;
 }
 

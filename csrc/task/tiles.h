@@ -26,6 +26,8 @@ constexpr int64_t kWgradCols = 256;
 constexpr int64_t kReduceTokens = 32;
 // Tiles are walked column by column over groups of this many row blocks, so that neighbours in time share weights and rows in L2.
 constexpr int64_t kSwizzleBlocks = 8;
+// Minibatches by which a second GEMM trails the first.
+constexpr int64_t kLag = 3;
 
 MOK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 MOK_HOST_DEVICE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }

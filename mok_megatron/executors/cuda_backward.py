@@ -89,7 +89,7 @@ class BackwardMemory:
     """Device memory that only the backward and the recompute use. Made at the first of them.
 
     dy: bf16 [rows, H]; gate_up, d_gate_up: bf16 [rows, 2I]; partials: fp32 [rows, ceil(I / 256)]; scratch: fp32 sums of the expert that
-    straddles two macrobatches; records: the table of tasks; weight_maps: tensor maps of all weights. scratch and gate_up, which only a replay
+    straddles two macrobatches; records: the table of tasks; weight_maps: tensor maps of all weights and fp32 gradients. scratch and gate_up, which only a replay
     writes, are empty where one macrobatch holds all rows.
     """
 
@@ -119,7 +119,7 @@ class BackwardMemory:
         self.records = empty(
             library.mok_backward_record_bytes(blocks, macro_blocks, num_local_tokens, hidden, inner, experts), dtype=torch.uint8
         )
-        self.weight_maps = empty(2 * experts * _TENSOR_MAP_BYTES, dtype=torch.uint8)
+        self.weight_maps = empty(4 * experts * _TENSOR_MAP_BYTES, dtype=torch.uint8)
 
     def pointers(self) -> dict[str, int]:
         return {
