@@ -13,6 +13,7 @@ from mok_megatron.protocol import ROW_WORDS, STATUS_RECORDS, TEXT_BYTES, FlagMem
 # The ring's margin over num_local_tokens * K, as a fraction.
 _RING_MARGIN = 0.25
 _ALIGNMENT = 256
+_MINIBATCH_STEP = 16 * BLOCK_ROWS
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -76,10 +77,13 @@ class WorkspaceShape:
     def ring(self, num_sms: int) -> tuple[int, int]:
         """Rows of a minibatch and of the ring, (minibatch_size, macrobatch_size).
 
-        Two waves of 128 x 256 tiles of the narrower GEMM: rows >= 2 * SMs * 128 * 256 / min(2I, H).
+        The second GEMM trails the first by three minibatches, which must hold two waves of 128 x 256 tiles of the narrower GEMM: rows >=
+        2 * SMs * 128 * 256 / min(2I, H). A minibatch is a third of them, up to the next multiple of 2048: in smaller ones fewer tiles that share
+        weights run at the same time.
         """
         narrow = min(2 * self.intermediate_size, self.hidden_size)
-        minibatch = self.minibatch_size or _round_up(math.ceil(2 * num_sms * 128 * 256 / narrow), BLOCK_ROWS)
+        waves = math.ceil(2 * num_sms * 128 * 256 / narrow)
+        minibatch = self.minibatch_size or _round_up(math.ceil(waves / tile_sizes().lag), _MINIBATCH_STEP)
         if self.macrobatch_size is not None:
             if self.minibatch_size is None:
                 minibatch = max(

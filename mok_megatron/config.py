@@ -83,7 +83,8 @@ class MoKConfig:
     """Knobs, each optional. Results do not depend on any of them by a single bit.
 
     fwd_num_comm_sms, bwd_num_comm_sms: SMs that only move rows; 0 = communication warps in every CTA; None = the tuned default.
-    minibatch_size: rows of one overlap step, a multiple of 128. None: the two-wave rule 2 * SMs * 128 * 256 / min(2I, H), rounded up to 128.
+    minibatch_size: rows of one overlap step, a multiple of 128. None: a third of the two-wave rule's rows, 2 * SMs * 128 * 256 / min(2I, H),
+        rounded up to 2048: the second GEMM trails the first by three minibatches.
     macrobatch_size: rows of the ring, a multiple of the minibatch. None: num_local_tokens * K and a quarter more, plus the experts' padding.
     schedule_capacity_multiplier: the largest share of all the group's routes that one rank may receive, in (0, 1]; 1 cannot overflow.
     sm_reserve: SMs that a pass leaves to other streams.

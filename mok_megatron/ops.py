@@ -68,7 +68,7 @@ class RouteFaultKind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Tile shapes of the task stream, in rows, columns or tokens (csrc/task/tiles.h)."""
+    """Tile shapes of the task stream, in rows, columns or tokens, and its lag in minibatches (csrc/task/tiles.h)."""
 
     block_rows: int
     dispatch_rows: int
@@ -78,6 +78,7 @@ class TileSizes:
     wgrad_rows: int
     wgrad_cols: int
     reduce_tokens: int
+    lag: int
 
 
 @dataclasses.dataclass(frozen=True)

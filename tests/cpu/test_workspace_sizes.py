@@ -63,8 +63,10 @@ def test_the_ring_holds_whole_minibatches(tokens: int, sms: int, minibatch: int 
 
 
 def test_the_two_wave_rule() -> None:
-    """2 * SMs * 128 * 256 / min(2I, H) rows, to the next multiple of 128, when the ring has room for it."""
+    """A third of 2 * SMs * 128 * 256 / min(2I, H) rows, to the next multiple of 2048, when the ring has room for it."""
     big = shape(num_local_tokens=100_000)
-    assert big.ring(132)[0] == -(-2 * 132 * 128 * 256 // 128) // 128 * 128 == 67_584
+    assert 2 * 132 * 128 * 256 / 128 / 3 == 22_528
+    assert big.ring(132)[0] == 11 * 2048 == 22_528
+    assert big.ring(133)[0] == 12 * 2048
     wide = shape(num_local_tokens=100_000, hidden_size=7168, intermediate_size=2048)
-    assert wide.ring(132)[0] == 2176  # 2112 = 2 * 132 * 128 * 256 / 4096, up to 128
+    assert wide.ring(132)[0] == 2048  # 704 = 2 * 132 * 128 * 256 / 4096 / 3, up to 2048
