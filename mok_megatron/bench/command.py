@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from mok_megatron.bench.phases import PHASES
     from mok_megatron.bench.rows import COMPETITORS
     from mok_megatron.bench.settings import EP_SIZES, BenchSettings
     from mok_megatron.bench.shapes import TINY, config_names
@@ -38,8 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     layer = benchmarks.add_parser(
         "layer",
         help="one MoE layer after the router: dispatch, experts, combine",
-        description="Times the forward of one MoE layer for given routes: MoK, baselines and the bare grouped GEMMs, in turn in one run, "
-        "on the same inputs and weights. Every row is checked against an FP64 reference before and after. Prints a table for each shape and "
+        description="Times forward, forward and backward, and the backward alone of one MoE layer for given routes: MoK, baselines and the bare "
+        "grouped GEMMs, in turn in one run, on the same inputs and weights. Every row is checked against an FP64 reference before and after, "
+        "gradients too. Prints a table for each shape and "
         "writes layer.json and layer.png. Start it alone (it starts one process a GPU) or under torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -52,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument("--ep", type=_integer(1), default=launched, help=f"expert-parallel ranks, one a GPU: one of {EP_SIZES}")
     layer.add_argument("--workload", nargs="+", default=default["workload"].default, metavar="NAME", help=", ".join(WORKLOADS))
     layer.add_argument("--rows", nargs="+", default=default["rows"].default, metavar="NAME", help=", ".join(COMPETITORS))
+    layer.add_argument(
+        "--phases", nargs="+", default=default["phases"].default, metavar="NAME", help=", ".join(PHASES) + ", of the rows that have them"
+    )
     layer.add_argument("--iterations", type=_integer(1), default=default["iterations"].default, help="timed rounds over all rows")
     layer.add_argument("--warmup", type=_integer(0), default=default["warmup"].default, help="untimed rounds of each shape")
     layer.add_argument("--seed", type=_integer(0), default=default["seed"].default, help="of routes, inputs and weights")

@@ -43,6 +43,11 @@ class Verdict:
     fault: str | None = None
 
 
+def distance(verdict: Verdict) -> tuple[bool, float]:
+    """Orders verdicts: a fault lies beyond everything, else the error in units of what is allowed."""
+    return verdict.fault is not None, verdict.error / verdict.tolerance if verdict.tolerance else verdict.error
+
+
 def tolerance(problem: LayerProblem, roundings: int = ROUNDINGS) -> float:
     unit = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}[problem.x.dtype]
     return unit * math.sqrt(roundings) + 2.0**-24 * (problem.shape.hidden_size + problem.shape.intermediate_size)

@@ -44,12 +44,32 @@ class Ranks:
         return Ranks(0, 1, self.device)
 
 
+class MainGrad:
+    """fp32 gradients of the weights as a training framework keeps them, made when first asked for: twice the size of the weights."""
+
+    def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        self._weights = (w13, w2)
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.numel() * torch.float32.itemsize for weight in self._weights)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[E_local, 2I, H] and [E_local, H, I]. They start as normal numbers: a call that overwrites them must not look right."""
+        if self._tensors is None:
+            w13, w2 = (torch.empty(w.shape, dtype=torch.float32, device=w.device).normal_() for w in self._weights)
+            self._tensors = w13, w2
+        return self._tensors
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerProblem:
     """What one rank brings.
 
     shape: the model. routes: int32 [T_r, K] of every rank r, on the CPU. x: [T, H]. topk_experts: int32 [T, K]. router_weights: fp32 [T, K],
-    they sum to 1. w13: [E_local, 2I, H], gate rows first. w2: [E_local, H, I].
+    they sum to 1. w13: [E_local, 2I, H], gate rows first. w2: [E_local, H, I]. dy: [T, H], the gradient of the output. main_grad: what the
+    rows that accumulate share.
     """
 
     shape: ModelShape
@@ -60,6 +80,8 @@ class LayerProblem:
     router_weights: torch.Tensor
     w13: torch.Tensor
     w2: torch.Tensor
+    dy: torch.Tensor
+    main_grad: MainGrad
 
     @property
     def num_experts(self) -> int:
@@ -81,7 +103,7 @@ class LayerProblem:
     def alone(self) -> LayerProblem:
         """The same rows for each local expert, with the same weights, and no other rank."""
         routes = workloads.dealt_routes(self.local_expert_rows(), self.shape.topk)
-        return _with_inputs(self.shape, self.ranks.alone(), (routes,), self.w13, self.w2, seed=self.ranks.rank)
+        return _with_inputs(self.shape, self.ranks.alone(), (routes,), self.w13, self.w2, self.main_grad, seed=self.ranks.rank)
 
 
 def make_problem(shape: ModelShape, ranks: Ranks, workload: str, *, tokens: int, seed: int) -> LayerProblem:
@@ -97,7 +119,7 @@ def make_problem(shape: ModelShape, ranks: Ranks, workload: str, *, tokens: int,
     hidden, inner = shape.hidden_size, shape.intermediate_size
     w13 = _normal((shape.experts_per_gpu, 2 * inner, hidden), hidden**-0.5, generator)
     w2 = _normal((shape.experts_per_gpu, hidden, inner), inner**-0.5, generator)
-    return _with_inputs(shape, ranks, tuple(table.split(cuts)), w13, w2, seed=seed + ranks.rank)
+    return _with_inputs(shape, ranks, tuple(table.split(cuts)), w13, w2, MainGrad(w13, w2), seed=seed + ranks.rank)
 
 
 def _normal(sizes: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:
@@ -109,14 +131,22 @@ def _normal(sizes: tuple[int, ...], scale: float, generator: torch.Generator) ->
 
 
 def _with_inputs(
-    shape: ModelShape, ranks: Ranks, routes: tuple[torch.Tensor, ...], w13: torch.Tensor, w2: torch.Tensor, *, seed: int
+    shape: ModelShape,
+    ranks: Ranks,
+    routes: tuple[torch.Tensor, ...],
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    main_grad: MainGrad,
+    *,
+    seed: int,
 ) -> LayerProblem:
     generator = torch.Generator(ranks.device).manual_seed(seed)
     own = routes[ranks.rank].to(ranks.device)
     x = _normal((len(own), shape.hidden_size), 1.0, generator)
     logits = torch.randn(len(own), shape.topk, generator=generator, device=ranks.device)
     router_weights = torch.softmax(logits, dim=1).where(own >= 0, 0.0)
-    return LayerProblem(shape, ranks, routes, x, own, router_weights, w13, w2)
+    dy = _normal((len(own), shape.hidden_size), 1.0, generator)
+    return LayerProblem(shape, ranks, routes, x, own, router_weights, w13, w2, dy, main_grad)
 
 
 @dataclasses.dataclass(frozen=True)

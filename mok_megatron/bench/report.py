@@ -6,18 +6,27 @@ A record is one (shape, workload, tokens) on all ranks, as it stands in the JSON
     routes                 of the whole group
     busiest_rank_share     rows of the busiest rank over the mean
     padding_share          share of MoK's rows that pad an expert to 128
-    rows[]                 name, label, phase, status ("ok", "wrong", "failed", "skipped"), reason, is_layer,
-                           error, tolerance          largest error of the sampled tokens, see oracle.py
+    rows[]                 one a row and phase:
+                           name, label, phase ("forward", "forward+backward", "backward"), status ("ok", "wrong", "failed", "skipped"; what
+                           is skipped, and what fails before its first call, stands under its first phase alone), reason, is_layer,
+                           error, tolerance          the largest error of the sample beside what is allowed, see oracle.py and gradients.py;
+                                                     of several outputs the one that is furthest out
                            milliseconds              median, p10, p90 of the slowest rank
-                           ratio_to_bare             the same of the quotients round by round; ratio_is_tie: 1 lies between p10 and p90
-                           tflops                    6 H I a route, padding not counted, the mean rank's routes over the median
-                           remote_bytes              received from other ranks by the busiest one, there and back
+                           ratio_to_bare             the same of the quotients by bare in the same phase, round by round; ratio_is_tie: 1 lies
+                                                     between p10 and p90
+                           tflops                    6 H I a route forward, 12 backward, 18 both; padding not counted, the mean rank's routes over
+                                                     the median
+                           remote_bytes              received from other ranks by the busiest one, there and back; a backward as much as a forward
                            host_us                   median, p10, p90 that one of several calls in a row keeps the host; null where it waits
                            host_us_first_call        the same of a call after a wait, as the timed ones are
                            launches_hidden           the host was faster than the filler that hides it; null where it waits
                            samples_ms                every round
     schedule_share         median of the schedule over that of MoK's forward
-    exposed_communication_us  median, p10, p90 of MoK minus MoK at EP 1 with the same rows, round by round
+    exposed_communication_us  by phase: median, p10, p90 of MoK minus MoK at EP 1 with the same rows, round by round
+    copy_bytes_per_second  read and written by a large copy on the device, measured in this run
+    main_grad              bytes, milliseconds: reading and writing fp32 gradients of all weights, at that rate; null without a backward
+    memory                 of MoK: context_bytes (of one call, measured) beside promised_context_bytes = macrobatch_rows (H + 2I) bytes an
+                           element, and workspace_bytes by purpose, once for all layers
 """
 
 from __future__ import annotations
@@ -32,17 +41,26 @@ from typing import Any
 import torch
 
 from mok_megatron import build_info
-from mok_megatron.bench.layer import PHASE, RowResult
+from mok_megatron.bench.layer import Key, RowResult
+from mok_megatron.bench.phases import FORWARD, FORWARD_BACKWARD, PHASES
 from mok_megatron.bench.problem import LayerProblem, Traffic, count_traffic
 from mok_megatron.bench.timing import Spread
 
 
 def make_record(
-    problem: LayerProblem, results: dict[str, RowResult], *, workload: str, tokens: int, seed: int, hides_us: float
+    problem: LayerProblem,
+    results: dict[Key, RowResult],
+    *,
+    workload: str,
+    tokens: int,
+    seed: int,
+    hides_us: float,
+    copy_rate: float,
 ) -> dict[str, Any]:
-    """One record out of the results by row name."""
+    """One record out of the results by row name and phase. copy_rate: bytes a second."""
     traffic, shape = count_traffic(problem), problem.shape
-    times = {name: [reading.milliseconds for reading in result.readings] for name, result in results.items() if result.readings}
+    times = {key: [reading.milliseconds for reading in result.readings] for key, result in results.items() if result.readings}
+    ordered = sorted(results, key=lambda key: PHASES.index(key[1]))
     record: dict[str, Any] = {
         "model": shape.model,
         "hidden_size": shape.hidden_size,
@@ -57,25 +75,35 @@ def make_record(
         "routes": traffic.routes,
         "busiest_rank_share": traffic.busiest_rank_share,
         "padding_share": traffic.padding_share,
-        "rows": [_row(problem, result, traffic, times.get("bare"), hides_us) for result in results.values()],
+        "rows": [_row(problem, results[key], traffic, times.get(("bare", key[1])), hides_us) for key in ordered],
         "schedule_share": None,
-        "exposed_communication_us": None,
+        "exposed_communication_us": {},
+        "copy_bytes_per_second": copy_rate,
+        "main_grad": None,
+        "memory": next((result.memory for result in results.values() if result.memory), None),
     }
-    if "mok" in times and "mok_schedule" in times:
-        record["schedule_share"] = Spread.of(times["mok_schedule"]).median / Spread.of(times["mok"]).median
-    if "mok" in times and "mok_ep1" in times:
-        differences = [(group - alone) * 1e3 for group, alone in zip(times["mok"], times["mok_ep1"], strict=True)]
-        record["exposed_communication_us"] = Spread.of(differences).to_dict()
+    mok, schedule = times.get(("mok", FORWARD)), times.get(("mok_schedule", FORWARD))
+    if mok and schedule:
+        record["schedule_share"] = Spread.of(schedule).median / Spread.of(mok).median
+    for phase in PHASES:
+        mok, alone = times.get(("mok", phase)), times.get(("mok_ep1", phase))
+        if mok and alone:
+            differences = [(group - own) * 1e3 for group, own in zip(mok, alone, strict=True)]
+            record["exposed_communication_us"][phase] = Spread.of(differences).to_dict()
+    if any(phase != FORWARD for _, phase in results):
+        moved = 2 * problem.main_grad.num_bytes
+        record["main_grad"] = {"bytes": moved, "milliseconds": moved / copy_rate * 1e3}
     return record
 
 
 def _row(problem: LayerProblem, result: RowResult, traffic: Traffic, bare: list[float] | None, hides_us: float) -> dict[str, Any]:
     row = result.row
-    wire = {"route": traffic.remote_bytes_by_route, "token": traffic.remote_bytes_by_token, "none": 0}
+    passes = 2 if result.phase == FORWARD_BACKWARD else 1
+    wire = {"route": passes * traffic.remote_bytes_by_route, "token": passes * traffic.remote_bytes_by_token, "none": 0}
     entry: dict[str, Any] = {
         "name": row.name,
         "label": row.label,
-        "phase": PHASE,
+        "phase": result.phase,
         "status": result.status,
         "reason": result.reason,
         "is_layer": row.is_layer,
@@ -101,7 +129,7 @@ def _row(problem: LayerProblem, result: RowResult, traffic: Traffic, bare: list[
         entry["host_us_first_call"] = first.to_dict()
         entry["launches_hidden"] = first.p90 < hides_us
     if row.is_layer:
-        entry["tflops"] = problem.shape.forward_flops(traffic.routes / problem.ranks.ep_size) / (spread.median * 1e-3) * 1e-12
+        entry["tflops"] = problem.shape.flops(result.phase, traffic.routes / problem.ranks.ep_size) / (spread.median * 1e-3) * 1e-12
         if bare is not None:
             ratio = Spread.of([own / floor for own, floor in zip(entry["samples_ms"], bare, strict=True)])
             entry["ratio_to_bare"] = ratio.to_dict()
@@ -109,7 +137,10 @@ def _row(problem: LayerProblem, result: RowResult, traffic: Traffic, bare: list[
     return entry
 
 
-_COLUMNS = ("row", "ms (p10 to p90)", "over bare (p10 to p90)", "TFLOP/s", "remote MB", "host us (first call)", "error / tolerance")
+_COLUMNS = ("phase", "row", "ms (p10 to p90)", "over bare (p10 to p90)", "TFLOP/s", "remote MB", "host us (first call)", "error / tolerance")
+
+
+_NAMES = _COLUMNS[:2]
 
 
 def table(record: dict[str, Any]) -> str:
@@ -120,29 +151,50 @@ def table(record: dict[str, Any]) -> str:
     )
     counts = f"busiest rank {record['busiest_rank_share']:.2f} of the mean, padding {record['padding_share']:.1%}"
     cells = [_COLUMNS, *(_cells(row) for row in record["rows"])]
-    widths = [max(len(line[i]) for line in cells if len(line) == len(_COLUMNS)) for i in range(len(_COLUMNS))]
-    widths[0] = max(widths[0], *(len(line[0]) for line in cells))
+    names = len(_NAMES)
+    widths = [max(len(line[i]) for line in cells if len(line) == len(_COLUMNS) or i < names) for i in range(len(_COLUMNS))]
     lines = []
     for line in cells:  # a row that was not timed has its reason instead of the numbers
-        numbers = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)] if len(line) == len(_COLUMNS) else line[1:]
-        lines.append("  ".join([line[0].ljust(widths[0]), *numbers]))
-    tail = []
+        left = [cell.ljust(width) for cell, width in zip(line[:names], widths, strict=False)]
+        timed = len(line) == len(_COLUMNS)
+        numbers = [cell.rjust(width) for cell, width in zip(line[names:], widths[names:], strict=True)] if timed else line[names:]
+        lines.append("  ".join([*left, *numbers]))
+    return "\n".join([head, counts, *(line.rstrip() for line in lines), *_tail(record)])
+
+
+def _tail(record: dict[str, Any]) -> list[str]:
+    """What belongs to no single row."""
+    lines = []
     if record["schedule_share"] is not None:
-        tail.append(f"schedule {record['schedule_share']:.1%} of MoK's forward")
-    if record["exposed_communication_us"] is not None:
-        tail.append("exposed communication {median:.0f} us ({p10:.0f} to {p90:.0f})".format(**record["exposed_communication_us"]))
-    return "\n".join([head, counts, *(line.rstrip() for line in lines), *(["; ".join(tail)] if tail else [])])
+        lines.append(f"schedule {record['schedule_share']:.1%} of MoK's forward")
+    for phase, spread in record["exposed_communication_us"].items():
+        lines.append(f"exposed communication, {phase}: " + "{median:.0f} us ({p10:.0f} to {p90:.0f})".format(**spread))
+    if record["main_grad"] is not None:
+        rate = record["copy_bytes_per_second"]
+        lines.append(
+            f"main_grad: reading and writing {record['main_grad']['bytes'] / 2e9:.4g} GB of fp32 weight gradients takes "
+            f"{record['main_grad']['milliseconds']:.3f} ms at the {rate / 1e12:.3g} TB/s of a copy in this run"
+        )
+    if record["memory"] is not None:
+        memory = record["memory"]
+        lines.append(
+            f"memory: MoK keeps {memory['context_bytes'] / 1e6:.4g} MB a layer and call for the backward, {memory['macrobatch_rows']} rows of "
+            f"H + 2I elements are {memory['promised_context_bytes'] / 1e6:.4g}; its workspace, once for all layers, is "
+            f"{sum(memory['workspace_bytes'].values()) / 1e6:.4g} MB"
+        )
+    return lines
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["status"] != "ok":
-        return (row["label"], f"{row['status']}: {row['reason']}")
+        return (row["phase"], row["label"], f"{row['status']}: {row['reason']}")
     time, ratio, host = row["milliseconds"], row["ratio_to_bare"], row["host_us"]
     over_bare = "" if ratio is None else "{median:.3f} ({p10:.3f} to {p90:.3f})".format(**ratio) + (" tie" if row["ratio_is_tie"] else "")
     remote = row["remote_bytes"]
     hidden = "" if row["launches_hidden"] else ", not hidden"
     host_text = "waits for GPU" if host is None else f"{host['median']:.0f} ({row['host_us_first_call']['median']:.0f}{hidden})"
     return (
+        row["phase"],
         row["label"],
         "{median:.3f} ({p10:.3f} to {p90:.3f})".format(**time),
         over_bare,
@@ -154,30 +206,33 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def skews(records: Sequence[dict[str, Any]]) -> list[str]:
-    """What a skewed workload costs MoK beside the uniform one, beyond what the busiest rank's share of the rows explains: a line each."""
+    """What a skewed workload costs MoK beside the uniform one, beyond what the busiest rank's share of the rows explains: a line a phase."""
     lines = []
     for record in records:
         same = [r for r in records if all(r[key] == record[key] for key in ("model", "tokens_per_gpu"))]
         uniform = next((r for r in same if r["workload"] == "uniform"), None)
-        if uniform is None or record is uniform or _mok_median(record) is None or _mok_median(uniform) is None:
+        if uniform is None or record is uniform:
             continue
-        ratio = _mok_median(record) / _mok_median(uniform)
         share = record["busiest_rank_share"] / uniform["busiest_rank_share"]
-        lines.append(
-            f"{record['model']}, {record['tokens_per_gpu']} tokens a GPU: MoK takes {ratio:.3f} of uniform on {record['workload']}, "
-            f"{ratio / share:.3f} for the rows of the busiest rank"
-        )
+        for phase in PHASES:
+            skewed, even = _mok_median(record, phase), _mok_median(uniform, phase)
+            if skewed is not None and even is not None:
+                lines.append(
+                    f"{record['model']}, {record['tokens_per_gpu']} tokens a GPU, {phase}: MoK takes {skewed / even:.3f} of uniform on "
+                    f"{record['workload']}, {skewed / even / share:.3f} for the rows of the busiest rank"
+                )
     return lines
 
 
-def _mok_median(record: dict[str, Any]) -> float | None:
-    return next((row["milliseconds"]["median"] for row in record["rows"] if row["name"] == "mok" and row["milliseconds"]), None)
+def _mok_median(record: dict[str, Any], phase: str) -> float | None:
+    rows = (row for row in record["rows"] if (row["name"], row["phase"]) == ("mok", phase) and row["milliseconds"])
+    return next((row["milliseconds"]["median"] for row in rows), None)
 
 
 def failures(records: Sequence[dict[str, Any]]) -> list[str]:
     """Rows that are wrong or failed, one line each."""
     return [
-        f"{record['model']}, {record['workload']}, {row['label']}: {row['status']}: {row['reason']}"
+        f"{record['model']}, {record['workload']}, {row['label']}, {row['phase']}: {row['status']}: {row['reason']}"
         for record in records
         for row in record["rows"]
         if row["status"] in ("wrong", "failed")

@@ -18,7 +18,7 @@ from mok_megatron.bench.layer import measure
 from mok_megatron.bench.problem import Ranks, make_problem
 from mok_megatron.bench.rows import COMPETITORS
 from mok_megatron.bench.settings import BenchSettings
-from mok_megatron.bench.timing import make_clock
+from mok_megatron.bench.timing import copy_rate, make_clock
 from mok_megatron.errors import MoKArgumentError
 
 # A rank that failed alone leaves its peers in a collective: they give up after this.
@@ -92,15 +92,16 @@ def _run_all(settings: BenchSettings, ranks: Ranks) -> int:
     started, records = time.time(), []
     clock = make_clock(ranks)
     rows = [COMPETITORS[name] for name in settings.rows]
+    rate = copy_rate(ranks, clock)
     path = settings.out / "layer.json"
     for shape in settings.model_shapes():
         for tokens in settings.token_counts():
             for workload in settings.workload:
                 problem = make_problem(shape, ranks, workload, tokens=tokens, seed=settings.seed)
-                results = measure(problem, rows, clock, iterations=settings.iterations, warmup=settings.warmup)
-                records.append(
-                    report.make_record(problem, results, workload=workload, tokens=tokens, seed=settings.seed, hides_us=clock.hides_us)
-                )
+                options = {"iterations": settings.iterations, "warmup": settings.warmup, "phases": settings.phases}
+                results = measure(problem, rows, clock, **options)
+                described = {"workload": workload, "tokens": tokens, "seed": settings.seed}
+                records.append(report.make_record(problem, results, **described, hides_us=clock.hides_us, copy_rate=rate))
                 del problem, results
                 if ranks.device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -119,6 +120,7 @@ def _about(settings: BenchSettings, ranks: Ranks, started: float) -> dict[str, A
         "seconds": round(time.time() - started, 1),
         "iterations": settings.iterations,
         "warmup": settings.warmup,
+        "phases": list(settings.phases),
         "environment": report.environment(ranks.device),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from mok_megatron.bench.phases import PHASES, check_phase
 from mok_megatron.bench.rows import COMPETITORS
 from mok_megatron.bench.shapes import CONFIG_FOLDER, TINY, ModelShape, config_names, load_shape
 from mok_megatron.bench.workloads import check_workload
@@ -30,6 +31,7 @@ class BenchSettings:
     tokens: tuple[int, ...] = ()
     workload: tuple[str, ...] = ("uniform",)
     rows: tuple[str, ...] = tuple(COMPETITORS)
+    phases: tuple[str, ...] = PHASES
     iterations: int = 20
     warmup: int = 3
     seed: int = 1
@@ -46,6 +48,8 @@ class BenchSettings:
         for name in self.rows:
             if name not in COMPETITORS:
                 raise MoKArgumentError(f"rows={name!r}: must be one of {', '.join(COMPETITORS)}")
+        for name in self.phases:
+            check_phase(name)
         for name in ("iterations", "seed", "warmup"):
             least = 1 if name == "iterations" else 0
             if getattr(self, name) < least:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from mok_megatron.bench.phases import FLOPS
 from mok_megatron.config import CHANNEL_MULTIPLE, MAX_LOCAL_EXPERTS, MAX_TOPK, MoKConfig
 from mok_megatron.errors import MoKArgumentError
 
@@ -41,9 +42,14 @@ class ModelShape:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % step or (most and value > most):
                 raise MoKArgumentError(f"{name}={value!r} of shape {self.model!r}: {rule}")
 
-    def forward_flops(self, routes: float) -> float:
-        """Floating-point operations of a forward over so many routes, padding not counted: 6 H I each."""
-        return 6.0 * routes * self.hidden_size * self.intermediate_size
+    def flops(self, phase: str, routes: float) -> float:
+        """Floating-point operations of a phase over so many routes, padding not counted."""
+        return FLOPS[phase] * routes * self.hidden_size * self.intermediate_size
+
+    @property
+    def weight_elements(self) -> int:
+        """Elements of w13 and w2 of all experts of a GPU."""
+        return 3 * self.experts_per_gpu * self.hidden_size * self.intermediate_size
 
 
 TINY = ModelShape("tiny", hidden_size=128, intermediate_size=256, topk=2, experts_per_gpu=4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from mok_megatron.bench.problem import Ranks
 _FILLER_SIZE = 8192
 _FILLERS = 3
 _CALLS_IN_A_ROW = 10
+_COPY_BYTES = 2**31  # far beyond the L2 cache
+_COPY_BYTES_ON_CPU = 2**24
+_COPIES = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +31,10 @@ class Reading:
 
 def _host_us_in_a_row(call: Callable[[], Any]) -> float:
     started = time.perf_counter()
-    results = [call() for _ in range(_CALLS_IN_A_ROW)]
-    host_us = (time.perf_counter() - started) * 1e6 / len(results)
-    del results
+    for _ in range(_CALLS_IN_A_ROW):
+        result = call()  # the last one's goes when this one is there: ten sets of weight gradients would not fit
+    host_us = (time.perf_counter() - started) * 1e6 / _CALLS_IN_A_ROW
+    del result
     return host_us
 
 
@@ -97,7 +101,6 @@ class CudaClock:
         del result  # not before the end of the call: freeing may cost host time
         return Reading(self._start.elapsed_time(self._end), host_us)
 
-
     def time_host(self, call: Callable[[], Any]) -> float:
         """Host microseconds a call, of several in a row behind a busy device: what a training step pays, whose host runs ahead.
 
@@ -141,9 +144,12 @@ class Spread:
         return dataclasses.asdict(self)
 
 
-def interleaved(clock: Clock, calls: dict[str, Callable[[], Any]], *, iterations: int, warmup: int) -> dict[str, list[Reading]]:
+Name = TypeVar("Name", bound=Hashable)
+
+
+def interleaved(clock: Clock, calls: dict[Name, Callable[[], Any]], *, iterations: int, warmup: int) -> dict[Name, list[Reading]]:
     """Time the calls in turn, ABAB…, ``iterations`` times each after ``warmup`` untimed rounds."""
-    readings: dict[str, list[Reading]] = {name: [] for name in calls}
+    readings: dict[Name, list[Reading]] = {name: [] for name in calls}
     for iteration in range(-warmup, iterations):
         for name, call in calls.items():
             reading = clock.time(call)
@@ -152,12 +158,22 @@ def interleaved(clock: Clock, calls: dict[str, Callable[[], Any]], *, iterations
     return readings
 
 
-def host_times(clock: Clock, calls: dict[str, Callable[[], Any]], *, iterations: int) -> dict[str, list[float]]:
+def host_times(clock: Clock, calls: dict[Name, Callable[[], Any]], *, iterations: int) -> dict[Name, list[float]]:
     """Host microseconds a call, of calls in a row, ``iterations`` readings each."""
     return {name: [clock.time_host(call) for _ in range(iterations)] for name, call in calls.items()}
 
 
-def slowest_rank(ranks: Ranks, readings: dict[str, list[Reading]]) -> dict[str, list[Reading]]:
+def copy_rate(ranks: Ranks, clock: Clock) -> float:
+    """Bytes a second, read and written, of a large copy inside the device's memory: the median of some, of the slowest rank."""
+    source = torch.empty(_COPY_BYTES if ranks.device.type == "cuda" else _COPY_BYTES_ON_CPU, dtype=torch.uint8, device=ranks.device)
+    target = torch.empty_like(source)
+    source.random_()
+    readings = interleaved(clock, {"copy": lambda: target.copy_(source)}, iterations=_COPIES, warmup=2)["copy"]
+    seconds = Spread.of([reading.milliseconds for reading in readings]).median * 1e-3
+    return min(ranks.gather(2 * source.numel() / seconds))
+
+
+def slowest_rank(ranks: Ranks, readings: dict[Name, list[Reading]]) -> dict[Name, list[Reading]]:
     """Each reading's maximum over the ranks: a layer is done when its last rank is."""
     everyone = ranks.gather(readings)
     return {

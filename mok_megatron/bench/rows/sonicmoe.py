@@ -8,21 +8,29 @@ from typing import Any
 
 import torch
 
+from mok_megatron.bench.gradients import Gradients
 from mok_megatron.bench.problem import LayerProblem
-from mok_megatron.bench.rows.base import Row, missing
+from mok_megatron.bench.rows.base import AutogradRow, missing
+
+_TUNED = {"forward": ("gemm", "gemm_gated"), "backward": ("gemm", "gemm_dgated")}
 
 
 def _without_autotuning() -> None:
     """Default kernels: autotuning one shape takes minutes, and the default came within a few per cent."""
-    forward = importlib.import_module("sonicmoe.functional.forward")
-    for name in ("gemm", "gemm_gated"):
-        function = getattr(forward, name)
-        if not isinstance(function, functools.partial):
-            setattr(forward, name, functools.partial(function, tuned=False))
+    for pass_name, functions in _TUNED.items():
+        module = importlib.import_module(f"sonicmoe.functional.{pass_name}")
+        for name in functions:
+            function = getattr(module, name)
+            if not isinstance(function, functools.partial):
+                setattr(module, name, functools.partial(function, tuned=False))
 
 
-class SonicMoERow(Row):
-    """``moe_general_routing_inputs`` with the same weights as views; metadata of the routes included, inference mode."""
+class SonicMoERow(AutogradRow):
+    """``moe_general_routing_inputs`` with the same weights as views; metadata of the routes included; bf16 weight gradients.
+
+    A forward without a backward runs in its inference mode. The first call of a shape compiles its kernels, which takes a minute or two; that
+    happens when the row is checked, before anything is timed.
+    """
 
     name = "sonicmoe"
     label = "SonicMoE"
@@ -35,7 +43,6 @@ class SonicMoERow(Row):
         tokens, topk = problem.topk_experts.shape
         # The library wants one entry a route, tokens ascending; a router of its own would write them so.
         self._tokens = torch.arange(tokens, dtype=torch.int32, device=problem.x.device).repeat_interleave(topk)
-        self._w1, self._w2 = problem.w13.permute(1, 2, 0), problem.w2.permute(1, 2, 0)
 
     @classmethod
     def unavailable(cls, problem: LayerProblem) -> str | None:
@@ -43,20 +50,27 @@ class SonicMoERow(Row):
             return missing("sonicmoe")
         return None if problem.ranks.device.type == "cuda" and problem.ranks.ep_size == 1 else "needs one GPU: it has no expert parallelism"
 
-    def forward(self) -> torch.Tensor:
+    def leaves(self) -> tuple[torch.Tensor, ...]:
         p = self.problem
+        return p.x, p.router_weights.view(-1), p.w13.permute(1, 2, 0), p.w2.permute(1, 2, 0)
+
+    def layer(self, x: torch.Tensor, p: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *, keep: bool) -> torch.Tensor:
         return self._function(
-            p.x,
-            p.router_weights.view(-1),
+            x,
+            p,
             self._tokens,
-            p.topk_experts.view(-1),
-            self._w1,
+            self.problem.topk_experts.view(-1),
+            w13,
             None,
-            self._w2,
+            w2,
             None,
-            p.num_experts,
+            self.problem.num_experts,
             torch.cuda.current_stream().cuda_stream,
             self._activation,
-            True,  # inference: the pre-activations are not written
+            not keep,  # inference: the pre-activations are not written
             True,  # gate rows first, not interleaved
         )[0]
+
+    def gradients(self, returned: tuple[torch.Tensor, ...]) -> Gradients:
+        dx, d_p, dw13, dw2 = returned
+        return Gradients(dx, d_p.view_as(self.problem.router_weights), dw13.permute(2, 0, 1), dw2.permute(2, 0, 1))
