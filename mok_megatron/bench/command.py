@@ -39,10 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     layer = benchmarks.add_parser(
         "layer",
         help="one MoE layer after the router: dispatch, experts, combine",
-        description="Times forward, forward and backward, and the backward alone of one MoE layer for given routes: MoK, baselines and the bare "
-        "grouped GEMMs, in turn in one run, on the same inputs and weights. Every row is checked against an FP64 reference before and after, "
-        "gradients too. Prints a table for each shape and "
-        "writes layer.json and layer.png. Start it alone (it starts one process a GPU) or under torchrun.",
+        description="Times forward, forward and backward, and the backward alone of one MoE layer for given routes: MoK, baselines and "
+        "the bare grouped GEMMs, in turn in one run, on the same inputs and weights. Every row is checked against an FP64 reference before "
+        "and after, gradients too. Prints a table for each shape and writes layer.json and layer.png. Start it alone (it starts one "
+        "process a GPU) or under torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = BenchSettings.__dataclass_fields__

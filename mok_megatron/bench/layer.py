@@ -15,7 +15,7 @@ from mok_megatron.bench.problem import LayerProblem
 from mok_megatron.bench.rows import MoKAloneRow, MoKRow, MoKScheduleRow, Row
 from mok_megatron.bench.timing import Clock, Reading, host_times, interleaved, slowest_rank
 
-_HOST_READINGS = 5
+_HOST_READINGS = 3
 Key = tuple[str, str]  # a row's name and a phase
 
 

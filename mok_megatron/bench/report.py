@@ -14,9 +14,10 @@ A record is one (shape, workload, tokens) on all ranks, as it stands in the JSON
                            milliseconds              median, p10, p90 of the slowest rank
                            ratio_to_bare             the same of the quotients by bare in the same phase, round by round; ratio_is_tie: 1 lies
                                                      between p10 and p90
-                           tflops                    6 H I a route forward, 12 backward, 18 both; padding not counted, the mean rank's routes over
-                                                     the median
-                           remote_bytes              received from other ranks by the busiest one, there and back; a backward as much as a forward
+                           tflops                    6 H I a route forward, 12 backward, 18 both; padding not counted, the mean rank's
+                                                     routes over the median
+                           remote_bytes              received from other ranks by the busiest one, there and back; as much again for a
+                                                     backward behind its forward
                            host_us                   median, p10, p90 that one of several calls in a row keeps the host; null where it waits
                            host_us_first_call        the same of a call after a wait, as the timed ones are
                            launches_hidden           the host was faster than the filler that hides it; null where it waits
@@ -24,7 +25,8 @@ A record is one (shape, workload, tokens) on all ranks, as it stands in the JSON
     schedule_share         median of the schedule over that of MoK's forward
     exposed_communication_us  by phase: median, p10, p90 of MoK minus MoK at EP 1 with the same rows, round by round
     copy_bytes_per_second  read and written by a large copy on the device, measured in this run
-    main_grad              bytes, milliseconds: reading and writing fp32 gradients of all weights, at that rate; null without a backward
+    main_grad              bytes read and written (twice the size of the fp32 gradients of all weights), milliseconds that takes at that
+                           rate; null without a backward
     memory                 of MoK: context_bytes (of one call, measured) beside promised_context_bytes = macrobatch_rows (H + 2I) bytes an
                            element, and workspace_bytes by purpose, once for all layers
 """

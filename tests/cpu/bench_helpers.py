@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mok_megatron.bench.layer import RowResult, measure
+from mok_megatron.bench.layer import Key, RowResult, measure
+from mok_megatron.bench.phases import FORWARD
 from mok_megatron.bench.problem import LayerProblem, Ranks, make_problem
 from mok_megatron.bench.rows import COMPETITORS, Row
 from mok_megatron.bench.shapes import ModelShape
@@ -25,11 +26,12 @@ class CountingClock:
     hides_us = 1000.0
 
     def __init__(self) -> None:
-        self.called: list[str] = []
+        self.called: list[tuple[str, str]] = []
 
     def time(self, call: Callable[[], Any]) -> Reading:
         call()
-        self.called.append(call.__self__.name)
+        phase = {"forward_backward": "forward+backward"}.get(call.__name__, call.__name__)
+        self.called.append((call.__self__.name, phase))
         return Reading(float(len(self.called)), 10.0)
 
     def time_host(self, call: Callable[[], Any]) -> float:
@@ -46,24 +48,22 @@ def small_problem(ranks: Ranks, workload: str = "uniform", *, tokens: int = 40, 
     return make_problem(SHAPE, ranks, workload, tokens=tokens, seed=seed)
 
 
-def measured(ranks: Ranks, rows: list[type[Row]], workload: str = "uniform", *, tokens: int = 40) -> dict[str, RowResult]:
+def measured(ranks: Ranks, rows: list[type[Row]], workload: str = "uniform", *, tokens: int = 40) -> dict[Key, RowResult]:
     return measure(small_problem(ranks, workload, tokens=tokens), rows, CountingClock(), iterations=2, warmup=1)
 
 
 class LostRouteRow(COMPETITORS["nccl"]):
-    """The router weight of the last slot is lost, on rank 1 where there is one."""
+    """The router weight of the last slot is lost in every phase, on rank 1 where there is one."""
 
     name = "lost_route"
     label = "planted: a lost route"
 
-    def forward(self) -> torch.Tensor:
-        weights = self.problem.router_weights
+    def layer(self, x: torch.Tensor, p: torch.Tensor, *weights: torch.Tensor, keep: bool) -> torch.Tensor:
         if self.problem.ranks.rank == self.problem.ranks.ep_size - 1:
-            kept, weights[0, -1] = float(weights[0, -1]), 0.0
-            y = super().forward()
-            weights[0, -1] = kept
-            return y
-        return super().forward()
+            kept = torch.ones_like(p)
+            kept[0, -1] = 0.0
+            p = p * kept
+        return super().layer(x, p, *weights, keep=keep)
 
 
 class SpoiltLaterRow(COMPETITORS["nccl"]):
@@ -71,6 +71,7 @@ class SpoiltLaterRow(COMPETITORS["nccl"]):
 
     name = "spoilt_later"
     label = "planted: right at first"
+    phases = (FORWARD,)
     calls = 0
 
     def forward(self) -> torch.Tensor:
@@ -98,19 +99,38 @@ class HalfRow(COMPETITORS["nccl"]):
 
     name = "half"
     label = "planted: wrong shape"
+    phases = (FORWARD,)
 
     def forward(self) -> torch.Tensor:
         return super().forward()[: self.problem.x.shape[0] // 2]
 
 
-def planted(rank: int, ep_size: int) -> dict[str, tuple[str, str | None, int]]:
-    """Status, reason and number of readings by row, with the planted rows among good ones."""
-    rows = [COMPETITORS["mok"], LostRouteRow, COMPETITORS["nccl"], SpoiltLaterRow, RaisingRow, HalfRow, COMPETITORS["bare"]]
-    results = measured(here(ep_size, rank), rows)
-    return {name: (result.status, result.reason, len(result.readings)) for name, result in results.items()}
+class LateBackwardRow(COMPETITORS["nccl"]):
+    """Its backward alone doubles dw2 of one expert of the last rank after a few calls; the rest stays right."""
+
+    name = "late_backward"
+    label = "planted: a backward that is right at first"
+    calls = 0
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        dx, d_p, dw13, dw2 = super().backward()
+        ranks = self.problem.ranks
+        if self.calls > 3 and ranks.rank == ranks.ep_size - 1:
+            counts = self.problem.local_expert_rows()
+            dw2[counts.index(max(counts))] *= 2.0
+        return dx, d_p, dw13, dw2
 
 
-def all_rows(rank: int, ep_size: int, workload: str, tokens: int) -> dict[str, str]:
-    """Status (and reason) by row on one workload."""
+def planted(rank: int, ep_size: int) -> dict[Key, tuple[str, str | None, int]]:
+    """Status, reason and number of readings by row and phase, with the planted rows among good ones."""
+    names = ("mok", "nccl", "bare")
+    good = [COMPETITORS[name] for name in names]
+    results = measured(here(ep_size, rank), [LostRouteRow, *good[:2], SpoiltLaterRow, RaisingRow, HalfRow, LateBackwardRow, good[2]])
+    return {key: (result.status, result.reason, len(result.readings)) for key, result in results.items()}
+
+
+def all_rows(rank: int, ep_size: int, workload: str, tokens: int) -> dict[Key, str]:
+    """Status (and reason) by row and phase on one workload."""
     results = measured(here(ep_size, rank), list(COMPETITORS.values()), workload, tokens=tokens)
-    return {name: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for name, result in results.items()}
+    return {key: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for key, result in results.items()}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mok_megatron.bench import command
+from mok_megatron.bench.phases import PHASES
 from mok_megatron.bench.settings import BenchSettings
 from mok_megatron.bench.shapes import CONFIG_FOLDER, config_names, load_shape
 from mok_megatron.bench.workloads import WORKLOADS, expert_ids, rank_tokens
@@ -27,8 +28,14 @@ def test_run_at_ep_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["iterations"] == 2 and found["environment"]["torch"] == torch.__version__ and found["environment"]["package"]["version"]
     for record in found["records"]:
         assert record["config"]["minibatch_size"] == 256 and record["tokens_per_gpu"] == 20 and record["ep"] == 1
-        rows = {row["name"]: row for row in record["rows"]}
+        rows = {row["name"]: row for row in record["rows"] if row["phase"] == "forward"}
         assert {name for name, row in rows.items() if row["status"] == "ok"} == {"mok", "mok_context", "nccl", "bare", "mok_schedule"}
+        for phase in ("forward+backward", "backward"):
+            rows_of = {row["name"]: row for row in record["rows"] if row["phase"] == phase}
+            assert set(rows_of) == {"mok", "mok_bf16grad", "nccl", "bare"} and all(row["status"] == "ok" for row in rows_of.values())
+            assert all(len(row["samples_ms"]) == 2 and row["ratio_to_bare"] and row["host_us"] for row in rows_of.values())
+        assert record["main_grad"]["milliseconds"] > 0 and record["copy_bytes_per_second"] > 0
+        assert record["memory"]["context_bytes"] == record["memory"]["promised_context_bytes"]
         assert len(rows["mok"]["samples_ms"]) == 2 and rows["mok"]["error"] <= rows["mok"]["tolerance"] and rows["mok"]["ratio_to_bare"]
         assert rows["sonicmoe"]["reason"] == "not installed (sonicmoe)"
     assert (out / "layer.png").read_bytes().startswith(b"\x89PNG")
@@ -39,9 +46,11 @@ def test_run_at_ep_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_run_at_ep_2_starts_its_own_processes(tmp_path: Path) -> None:
     assert command.main([*_SMALL, "--ep", "2", "--rows", "mok", "nccl", "bare", "--workload", "ragged", "--out", str(tmp_path)]) == 0
     (record,) = json.loads((tmp_path / "layer.json").read_text())["records"]
-    assert record["ep"] == 2 and record["exposed_communication_us"] is not None and record["schedule_share"] > 0
-    rows = {row["name"]: row for row in record["rows"]}
-    assert set(rows) == {"mok", "nccl", "bare", "mok_schedule", "mok_ep1"} and all(row["status"] == "ok" for row in rows.values())
+    assert record["ep"] == 2 and set(record["exposed_communication_us"]) == set(PHASES) and record["schedule_share"] > 0
+    assert all(row["status"] == "ok" for row in record["rows"]), record["rows"]
+    assert {row["name"] for row in record["rows"] if row["phase"] == "backward"} == {"mok", "nccl", "bare", "mok_ep1"}
+    rows = {row["name"]: row for row in record["rows"] if row["phase"] == "forward"}
+    assert set(rows) == {"mok", "nccl", "bare", "mok_schedule", "mok_ep1"}
     assert rows["mok"]["remote_bytes"] > 0 and rows["mok_ep1"]["remote_bytes"] == 0
 
 
@@ -53,7 +62,8 @@ def test_run_at_ep_2_starts_its_own_processes(tmp_path: Path) -> None:
         (["--device", "cuda", "--ep", "8"], ["ep=8", "must be at most", "the number of GPUs"]),
         (["--shapes", "qwen9"], ["shapes='qwen9'", "must be one of qwen3-30b"]),
         (["--workload", "zipf_2"], ["workload='zipf_2'", "must be one of balanced, uniform"]),
-        (["--rows", "mok", "te"], ["rows='te'", "must be one of mok, mok_context, nccl"]),
+        (["--rows", "mok", "te"], ["rows='te'", "must be one of mok, mok_bf16grad, mok_context"]),
+        (["--phases", "forwards"], ["phases='forwards'", "must be one of forward, forward+backward, backward"]),
         (["--tokens", "0"], ["--tokens", "'0'", "must be an integer of at least 1"]),
         (["--tokens", "many"], ["--tokens", "'many'", "must be an integer of at least 1"]),
         (["--iterations", "0"], ["--iterations", "'0'", "at least 1"]),

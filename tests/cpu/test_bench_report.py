@@ -13,16 +13,17 @@ from mok_megatron.bench import report, timing
 from mok_megatron.bench.chart import write_chart
 from mok_megatron.bench.layer import RowResult, measure
 from mok_megatron.bench.oracle import Verdict
-from mok_megatron.bench.problem import LayerProblem, Ranks, count_traffic
+from mok_megatron.bench.phases import BACKWARD, FORWARD, FORWARD_BACKWARD, PHASES
+from mok_megatron.bench.problem import LayerProblem, MainGrad, Ranks, count_traffic
 from mok_megatron.bench.rows import COMPETITORS, MoKAloneRow, MoKScheduleRow, Row
 from mok_megatron.bench.shapes import ModelShape
 from mok_megatron.bench.timing import Reading, Spread, slowest_rank
 from tests.cpu.bench_helpers import CPU, CountingClock, small_problem
 
 
-def _result(row: type[Row], milliseconds: list[float], host_us: float = 50.0, waits: bool = False) -> RowResult:
-    readings = [Reading(ms, host_us) for ms in milliseconds]
-    return RowResult(row, verdict=Verdict(1e-3, 1e-2), waits_for_gpu=waits, readings=readings, host_us=[] if waits else [host_us / 10])
+def _result(row: type[Row], milliseconds: list[float], host_us: float = 50.0, waits: bool = False, phase: str = FORWARD) -> RowResult:
+    readings, host = [Reading(ms, host_us) for ms in milliseconds], [] if waits else [host_us / 10]
+    return RowResult(row, phase, verdict=Verdict(1e-3, 1e-2), waits_for_gpu=waits, readings=readings, host_us=host)
 
 
 def _problem_of(routes: list[list[list[int]]]) -> LayerProblem:
@@ -30,7 +31,7 @@ def _problem_of(routes: list[list[list[int]]]) -> LayerProblem:
     tables = tuple(torch.tensor(r, dtype=torch.int32) for r in routes)
     shape = ModelShape("counts", hidden_size=64, intermediate_size=64, topk=2, experts_per_gpu=2)
     x = torch.zeros(len(routes[0]), 64, dtype=torch.bfloat16)
-    return LayerProblem(shape, Ranks(0, len(routes), CPU), tables, x, tables[0], torch.zeros(len(routes[0]), 2), x, x)
+    return LayerProblem(shape, Ranks(0, len(routes), CPU), tables, x, tables[0], torch.zeros(len(routes[0]), 2), x, x, x, MainGrad(x, x))
 
 
 def test_traffic_by_hand() -> None:
@@ -60,30 +61,79 @@ def test_slowest_rank_counts_reading_by_reading() -> None:
     assert got == {"a": [Reading(3.0, 5.0), Reading(4.0, 9.0)]}
 
 
-def test_rows_are_timed_in_turn() -> None:
+def test_rows_are_timed_in_turn_phase_by_phase() -> None:
     clock = CountingClock()
     results = measure(small_problem(Ranks(0, 1, CPU)), [COMPETITORS["bare"], COMPETITORS["mok"]], clock, iterations=2, warmup=1)
-    assert clock.called == ["bare", "mok", "mok_schedule"] * 3
-    assert [reading.milliseconds for reading in results["bare"].readings] == [4.0, 7.0]
-    assert [reading.milliseconds for reading in results["mok"].readings] == [5.0, 8.0]
+    forward = [("bare", FORWARD), ("mok", FORWARD), ("mok_schedule", FORWARD)]
+    others = [(name, phase) for phase in (FORWARD_BACKWARD, BACKWARD) for name in ("bare", "mok")]
+    assert clock.called == [*forward, *others] * 3
+    assert [reading.milliseconds for reading in results["bare", FORWARD].readings] == [8.0, 15.0]
+    assert [reading.milliseconds for reading in results["mok", BACKWARD].readings] == [14.0, 21.0]
+    assert len(results["mok", BACKWARD].host_us) == len(results["mok", FORWARD].host_us) == 3
+
+
+def test_phases_are_chosen() -> None:
+    clock = CountingClock()
+    rows = [COMPETITORS[name] for name in ("mok", "mok_context", "mok_bf16grad")]
+    problem = small_problem(Ranks(0, 1, CPU))
+    results = measure(problem, rows, clock, iterations=1, warmup=0, phases=[BACKWARD])
+    assert clock.called == [("mok", BACKWARD), ("mok_bf16grad", BACKWARD)]
+    assert results["mok_context", BACKWARD].reason == "has no other phase than forward"
+    memory, workspace_rows = results["mok", BACKWARD].memory, 40 * 3 + 30 + 4 * 128
+    assert memory["macrobatch_rows"] >= workspace_rows
+    assert memory["context_bytes"] == memory["promised_context_bytes"] == memory["macrobatch_rows"] * (128 + 2 * 192) * 2
+    assert sum(memory["workspace_bytes"].values()) > memory["context_bytes"]
+
+
+def test_forwards_alone_need_no_gradients() -> None:
+    problem = small_problem(Ranks(0, 1, CPU))
+    results = measure(problem, [COMPETITORS["mok"], COMPETITORS["bare"]], CountingClock(), iterations=1, warmup=0, phases=[FORWARD])
+    assert {phase for _, phase in results} == {FORWARD} and all(result.status == "ok" for result in results.values())
+    assert problem.main_grad._tensors is None
+
+
+def test_copy_rate_counts_what_is_read_and_written_on_the_slowest_rank() -> None:
+    class Clock(CountingClock):
+        def time(self, call: Any) -> Reading:
+            call()
+            return Reading(2.0, 1.0)
+
+    class Two(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, 5e9]
+
+    assert timing.copy_rate(Ranks(0, 1, CPU), Clock()) == pytest.approx(2 * 2**24 / 2e-3)
+    assert timing.copy_rate(Two(0, 2, CPU), Clock()) == 5e9
 
 
 @pytest.fixture
 def record() -> dict[str, Any]:
     mok, nccl, bare, sonic = (COMPETITORS[name] for name in ("mok", "nccl", "bare", "sonicmoe"))
     results = {
-        "mok": _result(mok, [1.2, 1.0, 1.1]),
-        "nccl": _result(nccl, [3.0, 3.0, 3.3], waits=True),
-        "bare": _result(bare, [1.0, 1.0, 1.0], host_us=2000.0),
-        "sonicmoe": RowResult(sonic, "skipped", "not installed (sonicmoe)"),
-        "mok_schedule": _result(MoKScheduleRow, [0.011, 0.011, 0.011]),
-        "mok_ep1": _result(MoKAloneRow, [1.1, 0.99, 1.0]),
+        ("mok", FORWARD): _result(mok, [1.2, 1.0, 1.1]),
+        ("mok", BACKWARD): _result(mok, [2.2, 2.2, 2.2], phase=BACKWARD),
+        ("mok", FORWARD_BACKWARD): _result(mok, [3.6, 3.6, 3.6], phase=FORWARD_BACKWARD),
+        ("nccl", FORWARD): _result(nccl, [3.0, 3.0, 3.3], waits=True),
+        ("bare", FORWARD): _result(bare, [1.0, 1.0, 1.0], host_us=2000.0),
+        ("bare", BACKWARD): _result(bare, [2.0, 2.0, 2.0], phase=BACKWARD),
+        ("bare", FORWARD_BACKWARD): _result(bare, [3.0, 3.0, 3.0], phase=FORWARD_BACKWARD),
+        ("sonicmoe", FORWARD): RowResult(sonic, FORWARD, "skipped", "not installed (sonicmoe)"),
+        ("mok_schedule", FORWARD): _result(MoKScheduleRow, [0.011, 0.011, 0.011]),
+        ("mok_ep1", FORWARD): _result(MoKAloneRow, [1.1, 0.99, 1.0]),
+        ("mok_ep1", FORWARD_BACKWARD): _result(MoKAloneRow, [3.4, 3.4, 3.5], phase=FORWARD_BACKWARD),
     }
-    return report.make_record(small_problem(Ranks(0, 1, CPU)), results, workload="uniform", tokens=40, seed=7, hides_us=1000.0)
+    results["mok", FORWARD].memory = {
+        "context_bytes": 2_000_000,
+        "macrobatch_rows": 640,
+        "promised_context_bytes": 2_000_000,
+        "workspace_bytes": {"symmetric": 3_000_000, "ring.x": 1_000_000},
+    }
+    described = {"workload": "uniform", "tokens": 40, "seed": 7}
+    return report.make_record(small_problem(Ranks(0, 1, CPU)), results, **described, hides_us=1000.0, copy_rate=4e12)
 
 
 def test_numbers_of_a_record(record: dict[str, Any]) -> None:
-    rows = {row["name"]: row for row in record["rows"]}
+    rows = {row["name"]: row for row in record["rows"] if row["phase"] == FORWARD}
     assert rows["mok"]["milliseconds"]["median"] == 1.1
     assert rows["mok"]["ratio_to_bare"] == pytest.approx({"median": 1.1, "p10": 1.02, "p90": 1.18})
     assert rows["mok"]["ratio_is_tie"] is False
@@ -96,34 +146,57 @@ def test_numbers_of_a_record(record: dict[str, Any]) -> None:
     assert rows["sonicmoe"]["milliseconds"] is None and rows["sonicmoe"]["reason"] == "not installed (sonicmoe)"
     assert rows["mok_schedule"]["tflops"] is None and rows["mok_schedule"]["ratio_to_bare"] is None
     assert record["schedule_share"] == pytest.approx(0.01)
-    assert record["exposed_communication_us"] == pytest.approx({"median": 100.0, "p10": 28.0, "p90": 100.0})
+    assert record["exposed_communication_us"][FORWARD] == pytest.approx({"median": 100.0, "p10": 28.0, "p90": 100.0})
     assert record["padding_share"] == pytest.approx(1 - 120 / 512)
     json.dumps(record)
 
 
+def test_each_phase_has_its_own_floor_and_flops(record: dict[str, Any]) -> None:
+    assert [row["phase"] for row in record["rows"]] == sorted((row["phase"] for row in record["rows"]), key=PHASES.index)
+    rows = {row["phase"]: row for row in record["rows"] if row["name"] == "mok"}
+    assert rows[BACKWARD]["ratio_to_bare"]["median"] == pytest.approx(1.1)
+    assert rows[FORWARD_BACKWARD]["ratio_to_bare"]["median"] == pytest.approx(1.2)
+    unit = 40 * 3 * 128 * 192 * 1e-12
+    assert rows[BACKWARD]["tflops"] == pytest.approx(12 * unit / 2.2e-3) and rows[FORWARD_BACKWARD]["tflops"] == pytest.approx(
+        18 * unit / 3.6e-3
+    )
+    assert record["exposed_communication_us"][FORWARD_BACKWARD]["median"] == pytest.approx(200.0)
+    assert BACKWARD not in record["exposed_communication_us"]
+    moved = 2 * 4 * 4 * 3 * 128 * 192
+    assert record["main_grad"] == {"bytes": moved, "milliseconds": pytest.approx(moved / 4e12 * 1e3)}
+
+
 def test_table_says_everything_once(record: dict[str, Any]) -> None:
     lines = report.table(record).splitlines()
-    by_label = {line.split("  ")[0]: line for line in lines}
-    assert "1.100 (1.020 to 1.180)" in by_label["MoK"] and "tie" not in by_label["MoK"]
-    assert by_label["MoK at EP 1, same rows"].count("tie") == 1
-    assert "skipped: not installed (sonicmoe)" in by_label["SonicMoE"]
-    assert "waits for GPU" in by_label["NCCL all-to-all + grouped_mm"]
-    assert "200 (2000, not hidden)" in by_label["bare grouped GEMMs"]
-    assert "schedule 1.0% of MoK's forward; exposed communication 100 us (28 to 100)" in lines
+    by_row = {tuple(cell.strip() for cell in line.split("  ") if cell.strip())[:2]: line for line in lines}
+    assert "1.100 (1.020 to 1.180)" in by_row[FORWARD, "MoK"] and "tie" not in by_row[FORWARD, "MoK"]
+    assert "3.600 (3.600 to 3.600)" in by_row[FORWARD_BACKWARD, "MoK"] and "2.200 (2.200 to 2.200)" in by_row[BACKWARD, "MoK"]
+    assert by_row[FORWARD, "MoK at EP 1, same rows"].count("tie") == 1
+    assert "skipped: not installed (sonicmoe)" in by_row[FORWARD, "SonicMoE"]
+    assert "waits for GPU" in by_row[FORWARD, "NCCL all-to-all + grouped_mm"]
+    assert "200 (2000, not hidden)" in by_row[FORWARD, "bare grouped GEMMs"]
+    assert "schedule 1.0% of MoK's forward" in lines
+    assert "exposed communication, forward: 100 us (28 to 100)" in lines
+    assert "exposed communication, forward+backward: 200 us (120 to 200)" in lines
+    assert any("main_grad" in line and "0.001 ms at the 4 TB/s" in line for line in lines)
+    assert any("MoK keeps 2 MB a layer" in line and "640 rows" in line and "is 4 MB" in line for line in lines)
 
 
 def test_wrong_rows_are_failures_and_skipped_ones_are_not(record: dict[str, Any]) -> None:
     assert report.failures([record]) == []
     record["rows"][1] |= {"status": "wrong", "reason": "rank 0: row 3"}
-    assert report.failures([record]) == ["small, uniform, NCCL all-to-all + grouped_mm: wrong: rank 0: row 3"]
+    assert report.failures([record]) == ["small, uniform, NCCL all-to-all + grouped_mm, forward: wrong: rank 0: row 3"]
 
 
 def test_skew_is_told_beside_the_busiest_rank(record: dict[str, Any]) -> None:
     skewed = json.loads(json.dumps(record)) | {"workload": "zipf_1.0", "busiest_rank_share": 1.5}
-    next(row for row in skewed["rows"] if row["name"] == "mok")["milliseconds"]["median"] = 1.98
+    for row in skewed["rows"]:
+        if row["name"] == "mok":
+            row["milliseconds"]["median"] = {FORWARD: 1.98, BACKWARD: 2.64, FORWARD_BACKWARD: 3.6}[row["phase"]]
     assert report.skews([record]) == []
-    (line,) = report.skews([record, skewed])
-    assert "1.800 of uniform on zipf_1.0" in line and "1.200 for the rows" in line
+    forward, both, backward = report.skews([record, skewed])
+    assert "forward: MoK takes 1.800 of uniform on zipf_1.0" in forward and "1.200 for the rows" in forward
+    assert "forward+backward: MoK takes 1.000 of uniform" in both and "backward: MoK takes 1.200" in backward and "0.800 for" in backward
 
 
 def test_chart(record: dict[str, Any], tmp_path: Path) -> None:

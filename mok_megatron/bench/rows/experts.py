@@ -48,7 +48,7 @@ def fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
 
     # A kernel or two: worker processes of the compiler would cost more than they save, and would disturb the timing.
     torch._inductor.config.compile_threads = 1
-    return torch.compile(function, dynamic=True)
+    return torch.compile(function, dynamic=True)  # give it detached tensors: it compiles once more for those that take gradients
 
 
 class Swiglu(torch.autograd.Function):
@@ -57,7 +57,7 @@ class Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up, p)
-        return fused(swiglu, gate_up.device.type)(gate_up, p)
+        return fused(swiglu, gate_up.device.type)(gate_up.detach(), p.detach())
 
     @staticmethod
     def backward(ctx: Any, dh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +84,7 @@ class GatherSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        return fused(sum_rows, rows.device.type)(rows, places)
+        return fused(sum_rows, rows.device.type)(rows.detach(), places)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -80,7 +80,10 @@ class MoKRow(Row):
         return Gradients(dx, d_p, *(p.main_grad.tensors() if self.accumulates else (dw13, dw2)))
 
     def memory(self) -> dict[str, Any]:
-        """Of one call: what its context keeps, measured, and what the sizes promise; and what the workspace holds by purpose, once for all layers."""
+        """Bytes: what one call's context keeps, measured, beside what its sizes promise; the workspace's by purpose, once for all layers.
+
+        A collective of the ranks.
+        """
         _, context = self._forward(self.schedule(), save_context=True)
         shape, rows = self.problem.shape, self.workspace.macrobatch_size
         return {
