@@ -228,7 +228,7 @@ def judge(
             got = got - before[index].double()
             allowed += _FP32_UNIT * float(torch.where(scale > 0, standing / scale, 0.0).max())
         verdicts[name] = compare(value, scale, got, torch.arange(len(got), device=got.device), allowed)
-    return worst({name: verdict for name, verdict in verdicts.items()})
+    return worst(verdicts)
 
 
 def worst(verdicts: dict[str, Verdict]) -> Verdict:

@@ -63,8 +63,10 @@ def run(settings: BenchSettings) -> int:
 
 def _rank_process(rank: int, settings: BenchSettings, store: str) -> None:
     code = _run_rank(settings, rank, rank, store)
-    if code:
-        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Nothing is left to clean up, and the interpreter's own end now and then aborts in the teardown of gloo's threads.
+    os._exit(code)
 
 
 def _run_rank(settings: BenchSettings, rank: int, local_rank: int, store: str | None) -> int:

@@ -83,9 +83,10 @@ class Row(ABC):
         self, reference: GradientReference, y: torch.Tensor | None, found: Gradients, before: tuple[torch.Tensor, torch.Tensor] | None
     ) -> oracle.Verdict:
         """The worst verdict of y, where there is one, and of the gradients."""
-        verdicts = {} if y is None else {"y": oracle.judge(self.problem, reference.forward, y, self.roundings)}
-        verdicts["gradients"] = gradients.judge(self.problem, reference, found, before)
-        return gradients.worst(verdicts)
+        verdict = gradients.judge(self.problem, reference, found, before)
+        if y is None:
+            return verdict
+        return max(gradients.worst({"y": oracle.judge(self.problem, reference.forward, y, self.roundings)}), verdict, key=oracle.distance)
 
     def forward_into_poison(self) -> torch.Tensor:
         """forward, with NaN in the free memory that its output is likely to be given: what is not written must not look right."""
