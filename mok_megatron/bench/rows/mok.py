@@ -85,11 +85,10 @@ class MoKRow(Row):
         A collective of the ranks.
         """
         _, context = self._forward(self.schedule(), save_context=True)
-        shape, rows = self.problem.shape, self.workspace.macrobatch_size
         return {
             "context_bytes": sum(tensor.nbytes for tensor in context.tensors()),
-            "macrobatch_rows": rows,
-            "promised_context_bytes": rows * (shape.hidden_size + 2 * shape.intermediate_size) * self.problem.x.element_size(),
+            "macrobatch_rows": self.workspace.macrobatch_size,
+            "promised_context_bytes": self.workspace.context_bytes(),
             "workspace_bytes": self.workspace.memory_bytes(),
         }
 
