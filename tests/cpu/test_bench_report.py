@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from mok_megatron.bench.chart import write_chart
 from mok_megatron.bench.layer import RowResult, measure
 from mok_megatron.bench.oracle import Verdict
 from mok_megatron.bench.phases import BACKWARD, FORWARD, FORWARD_BACKWARD, PHASES
-from mok_megatron.bench.problem import LayerProblem, MainGrad, Ranks, count_traffic
+from mok_megatron.bench.problem import LayerProblem, MainGrad, Ranks, count_traffic, make_problem
 from mok_megatron.bench.rows import COMPETITORS, MoKAloneRow, MoKScheduleRow, Row
 from mok_megatron.bench.shapes import ModelShape
 from mok_megatron.bench.timing import Reading, Spread, slowest_rank
-from tests.cpu.bench_helpers import CPU, CountingClock, small_problem
+from mok_megatron.config import MoKConfig
+from tests.cpu.bench_helpers import CPU, SHAPE, CountingClock, small_problem
 
 
 def _result(row: type[Row], milliseconds: list[float], host_us: float = 50.0, waits: bool = False, phase: str = FORWARD) -> RowResult:
@@ -75,11 +77,12 @@ def test_rows_are_timed_in_turn_phase_by_phase() -> None:
 def test_phases_are_chosen() -> None:
     clock = CountingClock()
     rows = [COMPETITORS[name] for name in ("mok", "mok_context", "mok_bf16grad")]
-    problem = small_problem(Ranks(0, 1, CPU))
+    shape = dataclasses.replace(SHAPE, config=MoKConfig(minibatch_size=128))
+    problem = make_problem(shape, Ranks(0, 1, CPU), "uniform", tokens=40, seed=7)
     results = measure(problem, rows, clock, iterations=1, warmup=0, phases=[BACKWARD])
     assert clock.called == [("mok", BACKWARD), ("mok_bf16grad", BACKWARD)]
     assert results["mok_context", BACKWARD].reason == "has no other phase than forward"
-    # 150 rows with the margin, 256 as blocks, and a block an expert; but no more than the routes that there are: 128, and a block an expert.
+    # 120 routes and a quarter are 256 rows in blocks, and a block an expert; but no more than there can be, 128 and a block an expert.
     memory, rows = results["mok", BACKWARD].memory, min(256, 128) + 4 * 128
     assert memory["macrobatch_rows"] == rows
     assert memory["context_bytes"] == memory["promised_context_bytes"] == rows * (128 + 2 * 192) * 2
