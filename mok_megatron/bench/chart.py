@@ -33,8 +33,8 @@ def write_chart(path: Path, records: Sequence[dict[str, Any]]) -> str | None:
             heights = [row["tflops"] for _, row in points]
             times = [row["milliseconds"] for _, row in points]
             spread = [
-                [h - h * t["median"] / t["p90"] for h, t in zip(heights, times, strict=True)],
-                [h * t["median"] / t["p10"] - h for h, t in zip(heights, times, strict=True)],
+                [max(0.0, h - h * t["median"] / t["p90"]) for h, t in zip(heights, times, strict=True)],
+                [max(0.0, h * t["median"] / t["p10"] - h) for h, t in zip(heights, times, strict=True)],
             ]
             left = [x + (place - (len(timed) - 1) / 2) * width for x, _ in points]
             axes.bar(left, heights, width * 0.92, yerr=spread, color=f"C{place}", error_kw={"lw": 0.8})

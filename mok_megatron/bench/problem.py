@@ -125,7 +125,7 @@ def make_problem(shape: ModelShape, ranks: Ranks, workload: str, *, tokens: int,
 def _normal(sizes: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:
     """bf16, made one matrix at a time: the fp32 twin of all the weights of a GPU would not fit beside them everywhere."""
     out = torch.empty(sizes, dtype=torch.bfloat16, device=generator.device)
-    for matrix in out.view(-1, *sizes[-2:]):
+    for matrix in out if out.dim() == 3 else (out,):
         matrix.copy_(torch.randn(matrix.shape, generator=generator, device=generator.device) * scale)
     return out
 

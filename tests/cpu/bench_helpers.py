@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -133,4 +134,15 @@ def planted(rank: int, ep_size: int) -> dict[Key, tuple[str, str | None, int]]:
 def all_rows(rank: int, ep_size: int, workload: str, tokens: int) -> dict[Key, str]:
     """Status (and reason) by row and phase on one workload."""
     results = measured(here(ep_size, rank), list(COMPETITORS.values()), workload, tokens=tokens)
+    return {key: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for key, result in results.items()}
+
+
+def idle_rank(rank: int, ep_size: int) -> dict[Key, str]:
+    """The same where the last rank gets no row, since all tokens take the first three experts."""
+    problem = small_problem(here(ep_size, rank))
+    routes = tuple(torch.arange(3, dtype=torch.int32).repeat(len(table), 1) for table in problem.routes)
+    problem = dataclasses.replace(problem, routes=routes, topk_experts=routes[rank])
+    assert rank == 0 or problem.local_expert_rows() == [0] * 4
+    rows = [COMPETITORS[name] for name in ("mok", "mok_bf16grad", "nccl", "bare")]
+    results = measure(problem, rows, CountingClock(), iterations=1, warmup=0)
     return {key: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for key, result in results.items()}

@@ -212,6 +212,16 @@ def test_chart(record: dict[str, Any], tmp_path: Path) -> None:
     assert not (tmp_path / "b.png").exists()
 
 
+def test_chart_of_equal_readings(record: dict[str, Any], tmp_path: Path) -> None:
+    """Where p90 is the median, the bar's error must not be below 0 by a rounding."""
+    pairs = ((0.1 * rate, 0.1 * time) for rate in range(1, 100) for time in range(1, 100))
+    rate, time = next((rate, time) for rate, time in pairs if rate * time / time > rate)
+    for row in record["rows"]:
+        if row["milliseconds"]:
+            row["tflops"], row["milliseconds"] = rate, {"median": time, "p10": time, "p90": time}
+    assert write_chart(tmp_path / "a.png", [record]) is None
+
+
 def test_chart_without_matplotlib(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert write_chart(tmp_path / "a.png", [record]) == "a.png was not written: matplotlib is not installed"

@@ -43,6 +43,17 @@ def test_rows_are_right_on_every_workload(ranks2: RankPool, workload: str) -> No
                 assert status[name, FORWARD] == f"skipped: not installed ({module})"
 
 
+def test_rows_are_right_where_a_rank_gets_none(ranks2: RankPool) -> None:
+    for status in ranks2.run(bench_helpers.idle_rank, 2):
+        assert len(status) == 15 and set(status.values()) == {"ok"}, status
+
+
+def test_a_rank_may_bring_no_tokens() -> None:
+    lengths = [len(table) for table in small_problem(Ranks(0, 8, CPU), "ragged").routes]
+    mine = small_problem(Ranks(lengths.index(0), 8, CPU), "ragged")
+    assert mine.x.shape == mine.dy.shape == (0, 128) and mine.router_weights.shape == (0, 3)
+
+
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_planted_faults_are_reported_and_not_timed(ranks2: RankPool, ep_size: int) -> None:
     everyone = [bench_helpers.planted(0, 1)] if ep_size == 1 else ranks2.run(bench_helpers.planted, 2)
