@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mok_megatron.build import ON_GPUS
 from mok_megatron.config import CHANNEL_MULTIPLE, MAX_EP_SIZE, MAX_LOCAL_EXPERTS, MAX_TOPK
 from mok_megatron.errors import MoKUnsupportedError
 
@@ -130,9 +129,35 @@ def _gpus() -> list[Finding]:
     links = _nvidia_smi("topo", "-m")
     return [
         Finding("CUDA driver", driver[0].strip()),
-        Finding("GPUs", listed, NOTE, ON_GPUS),
+        _kernels_for(gpus, listed),
         Finding("links", _summarise_links(links, len(gpus)), NOTE),
     ]
+
+
+def _kernels_for(gpus: Sequence[dict[str, str]], listed: str) -> Finding:
+    """The GPUs, and whether the library has kernels for each of them."""
+    faults = _faults_of_gpus(gpus)
+    return Finding("GPUs", listed, PROBLEM, faults[0]) if faults else Finding("GPUs", listed)
+
+
+def _faults_of_gpus(gpus: Sequence[dict[str, str]]) -> list[str]:
+    """Why MoK cannot run on them, one text a compute capability that has no kernels; [] where it can, or where it is not built at all."""
+    from mok_megatron.build import build_info, check_device_architecture
+
+    try:
+        info = build_info()
+    except ImportError:
+        return []  # told in another place
+    faults = []
+    for capability in sorted({gpu["compute_capability"] for gpu in gpus}):
+        try:
+            major, minor = capability.split(".")
+            check_device_architecture(info, (int(major), int(minor)))
+        except ImportError as error:
+            faults.append(str(error))
+        except ValueError:
+            faults.append(f"nvidia-smi gives the compute capability {capability!r}, which is not a version")
+    return faults
 
 
 def _summarise_links(topology: Sequence[str], num_gpus: int) -> str:
@@ -227,15 +252,15 @@ def _deep_ep() -> Finding:
 def supported_here() -> list[tuple[str, str]]:
     """What MoK supports on this machine, as (property, rule)."""
     return [
-        ("executor", f"CPU; {ON_GPUS}"),
+        ("executor", "GPU: Hopper (sm_90a), with kernels built for it; where no GPU is visible the CPU executor, for tests and demos"),
         ("expert-parallel sizes", f"1 to {MAX_EP_SIZE}, processes of one host; the number of experts must be a multiple"),
         ("local experts", f"up to {MAX_LOCAL_EXPERTS} a rank"),
         ("routes a token", f"up to {MAX_TOPK}; rows with fewer are fine"),
         ("hidden size", f"a multiple of {CHANNEL_MULTIPLE}"),
         ("expert intermediate size", f"a multiple of {CHANNEL_MULTIPLE}"),
         ("tokens a rank", "any number, other than its peers' too, or none"),
-        ("precision", "BF16 and FP32 weights; gradients accumulate into FP32 or BF16 main_grad; FP16, FP8 and FP4 are refused"),
-        ("links", "shared memory of one host"),
+        ("precision", "BF16, on the CPU executor FP32 too; gradients accumulate into FP32 or BF16 main_grad; FP16, FP8, FP4 are refused"),
+        ("links", "NVLink between the GPUs of a group; on the CPU shared memory of one host"),
     ]
 
 
@@ -267,11 +292,11 @@ def judge(command: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _judge_gpus() -> list[dict[str, str]]:
-    """A run that sees a GPU uses it, and is refused at its start."""
-    if not find_gpus() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    """A run that sees a GPU uses it, and is refused at its start where there are no kernels for it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
-    reason = f"{ON_GPUS}. A script that trains without CUDA (scripts/pretrain_cpu.py) runs here with CUDA_VISIBLE_DEVICES= (empty)"
-    return [{"flag": "--moe-backend", "value": "mok, where a GPU is visible", "verdict": "refused", "reason": reason}]
+    faults = _faults_of_gpus(find_gpus())
+    return [{"flag": "--moe-backend", "value": "mok, on this machine's GPUs", "verdict": "refused", "reason": fault} for fault in faults]
 
 
 def _judge_gradient_fusion(flags: Sequence[str]) -> list[dict[str, str]]:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-import torch
-
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKError
 from mok_megatron.megatron import settings, support
@@ -105,7 +103,8 @@ def finish_arguments(args: Namespace) -> None:
 
     Raises:
         MoKArgumentError: a knob has a value that is not allowed.
-        MoKUnsupportedError: ``mok`` is asked for together with something it does not support, or cannot run here.
+        MoKUnsupportedError: ``mok`` is asked for together with something it does not support.
+        MoKBuildError: ``mok`` is asked for and cannot run here.
     """
     settings.keep_flags(args)
     if args.moe_backend is None:
@@ -117,7 +116,7 @@ def finish_arguments(args: Namespace) -> None:
         # A YAML file replaces the arguments after this point: the layers ask again, with what the model is made of.
         if getattr(args, "yaml_cfg", None) is None:
             support.require_supported(args)
-        support.require_runnable(on_gpu=torch.cuda.is_available())
+        support.require_runnable(support.compute_capability())
 
 
 class _RaisingParser(ArgumentParser):

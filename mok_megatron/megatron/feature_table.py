@@ -179,6 +179,12 @@ def _attribute(flag: str) -> str:
 _GRAPHABLE = {"attn", "mlp", "mamba", "moe_router", "moe_preprocess"}
 
 
+def _on_gpu_in_fp32(values: Values) -> bool:
+    # A TransformerConfig may be of a model that is cast later; the workspace looks at the tensors themselves.
+    parsed = values.first("num_experts") is not MISSING
+    return bool(parsed and values.num_experts and torch.cuda.is_available() and not values.get("bf16") and not values.get("fp16"))
+
+
 def _expandable_segments(values: Values) -> bool:
     if not torch.cuda.is_available():
         return False
@@ -257,6 +263,11 @@ FEATURES: tuple[Feature, ...] = (
     # Experts
     _supported("--moe-grouped-gemm", "TEGroupedMLP's weights are read where they lie; without the flag SequentialMLP's"),
     _supported("--moe-use-legacy-grouped-gemm", "GroupedMLP's weights are read where they lie, as transposed views (CPU executor)"),
+    _refused(
+        "--moe-use-legacy-grouped-gemm",
+        "the GPU kernels read no transposed weights; give --moe-grouped-gemm with Transformer Engine, whose weights they read",
+        when=lambda v, s: bool(v and torch.cuda.is_available()),
+    ),
     _refused("--moe-single-grouped-weight", "one parameter that holds all experts in TE's GroupedTensor is not supported yet"),
     _refused("--moe-single-grouped-bias", "expert biases are not supported"),
     _transparent("--moe-use-grouped-tensor", "MoK takes the place of Transformer Engine's fused experts"),
@@ -374,7 +385,8 @@ FEATURES: tuple[Feature, ...] = (
     _supported("--use-megatron-fsdp", "gradients through get_main_grad(), overwritten where asked; BF16 weights"),
     _refused("--use-torch-fsdp2", "its DTensors stay sharded while the kernel reads them; use --use-megatron-fsdp"),
     # Precision
-    _supported("--bf16", "BF16 weights and rows, FP32 accumulation"),
+    _supported("--bf16", "BF16 weights and rows, FP32 accumulation; without it FP32, on the CPU executor only"),
+    _refused_by_rule("--bf16", "the GPU kernels compute in BF16 and nothing else", when=_on_gpu_in_fp32, shown=lambda s: "off"),
     _refused("--fp16", "the kernels have no FP16; use --bf16"),
     _refused(
         "--fp8-format",

@@ -7,8 +7,6 @@ import inspect
 import logging
 from typing import Any
 
-import torch
-
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKUnsupportedError
 from mok_megatron.megatron import arguments, compat, metrics, microbatch, settings, support
@@ -83,7 +81,7 @@ def _build_mok_layer(build: Any, layer: Any, run: settings.RunSettings, args: An
     if (run_args := compat.training_args()) is not None:
         support.require_supported(run_args)  # of a YAML file, or changed since they were parsed
     support.require_supported(config)
-    support.require_runnable(on_gpu=torch.cuda.is_available())
+    support.require_runnable(support.compute_capability())
     if type(layer) is not moe_layer.MoELayer:
         raise MoKUnsupportedError(f"--moe-backend=mok takes the place of MoELayer's experts, and {type(layer).__name__} is a class of its own")
     pg_collection = bound.get("pg_collection")
@@ -103,7 +101,7 @@ def _announce(run: settings.RunSettings, config: Any) -> None:
     """Says once in the run log which backend runs."""
     if run.backend == "mok":
         knobs = {k: v for k, v in run.config.to_dict().items() if v is not None}
-        text = f"MoE backend: mok (Mixture-of-Kittens on the CPU executor; {', '.join(f'{k}={v}' for k, v in knobs.items())})"
+        text = f"MoE backend: mok (Mixture-of-Kittens on the {_executor()}; {', '.join(f'{k}={v}' for k, v in knobs.items())})"
     else:
         dispatcher = config.moe_token_dispatcher_type
         if dispatcher == "flex":
@@ -114,6 +112,11 @@ def _announce(run: settings.RunSettings, config: Any) -> None:
         return
     _announced.add(text)
     say(text)
+
+
+def _executor() -> str:
+    capability = support.compute_capability()
+    return "CPU executor" if capability is None else f"GPU, kernels for sm_{capability[0]}{capability[1]}a"
 
 
 def say(text: str) -> None:

@@ -12,11 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mok_megatron import build
 from mok_megatron.errors import MoKBuildError, MoKUnsupportedError
 from mok_megatron.megatron.feature_table import FEATURES, MISSING, Feature, Values
 
-__all__ = ["FEATURES", "Feature", "Verdict", "check_arguments", "namespace_from_argv", "require_runnable", "require_supported", "split_flags"]
+__all__ = [
+    "FEATURES",
+    "Feature",
+    "Verdict",
+    "check_arguments",
+    "compute_capability",
+    "namespace_from_argv",
+    "require_runnable",
+    "require_supported",
+    "split_flags",
+]
 
 
 @dataclass(frozen=True)
@@ -80,20 +92,24 @@ def require_supported(source: Any) -> None:
         raise MoKUnsupportedError(f"--moe-backend=mok does not support this run:\n{lines}")
 
 
-def require_runnable(*, on_gpu: bool) -> None:
+def compute_capability() -> tuple[int, int] | None:
+    """Of the GPU that this process trains on, (major, minor); None where it sees none and Megatron runs on the CPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def require_runnable(capability: tuple[int, int] | None) -> None:
     """Refuses to start where MoK was asked for and cannot run; there is no silent other way.
 
     Args:
-        on_gpu: the run will use the GPU.
+        capability: what :func:`compute_capability` says.
 
     Raises:
-        MoKUnsupportedError: training on a GPU was asked for.
-        MoKBuildError: the compiled library is missing or does not fit.
+        MoKBuildError: the compiled library is missing, does not fit, or has no kernels for a GPU of this capability.
     """
-    if on_gpu:
-        raise MoKUnsupportedError(f"--moe-backend=mok cannot train on a GPU yet: {build.ON_GPUS}")
     try:
         build.load_library()
+        if capability is not None:
+            build.check_device_architecture(build.build_info(), capability)
     except MoKBuildError as error:
         raise MoKBuildError(f"--moe-backend=mok was asked for and cannot run here: {error}") from error
 

@@ -240,11 +240,17 @@ def test_gpus_and_links_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: py
     assert findings["links"].value == said
 
 
-def test_a_command_line_where_a_gpu_is_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_line_is_refused_where_a_gpu_without_kernels_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the run itself refuses it."""
-    monkeypatch.setattr(doctor, "find_gpus", lambda: [{"index": "0", "name": "NVIDIA H200"}])
+    monkeypatch.setattr("mok_megatron.build.build_info", lambda: {"archs": ["90a"]})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    refused = [v for v in doctor.judge(["train.py", "--num-experts", "8"]) if v["verdict"] == "refused"]
-    assert any(v["flag"] == "--moe-backend" and "CPU executor only" in v["reason"] for v in refused)
+
+    def refusals(capability: str) -> list[str]:
+        monkeypatch.setattr(doctor, "find_gpus", lambda: [{"index": "0", "name": "a GPU", "compute_capability": capability}])
+        return [v["reason"] for v in doctor.judge(["train.py", "--num-experts", "8"]) if v["flag"] == "--moe-backend"]
+
+    assert refusals("9.0") == []
+    (reason,) = refusals("10.0")
+    assert "built for sm_90a" in reason and "compute capability 10.0" in reason
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not any(v["flag"] == "--moe-backend" for v in doctor.judge(["train.py", "--num-experts", "8"]))
+    assert refusals("10.0") == []

@@ -116,6 +116,7 @@ def test_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_refusing_row_has_a_test() -> None:
     tested = {(flag, words) for _, flag, words in REFUSALS} | {("PYTORCH_ALLOC_CONF", "symmetric memory")}
+    tested |= {("--bf16", "compute in BF16"), ("--moe-use-legacy-grouped-gemm", "no transposed weights")}  # on a GPU, below
     rows = {(f.flag, f.reason) for f in FEATURES if f.verdict == "refused"}
     untested = [row for row in rows if not any(row[0] == flag and words in row[1] for flag, words in tested)]
     assert untested == []
@@ -189,9 +190,29 @@ def test_a_missing_library_is_an_error_that_names_the_flag(monkeypatch: pytest.M
 
     monkeypatch.setattr(build, "load_library", missing)
     with pytest.raises(MoKBuildError, match=r"--moe-backend=mok was asked for.*not built.*build it"):
-        support.require_runnable(on_gpu=False)
+        support.require_runnable(None)
 
 
-def test_training_on_a_gpu_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(MoKUnsupportedError, match=r"--moe-backend=mok cannot train on a GPU yet: .*CPU executor only"):
-        support.require_runnable(on_gpu=True)
+def test_a_gpu_without_kernels_is_refused_with_its_capability_and_what_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "build_info", lambda: {"archs": ["90a"]})
+    monkeypatch.setattr(build, "load_library", lambda: None)
+    support.require_runnable((9, 0))
+    with pytest.raises(MoKBuildError, match=r"--moe-backend=mok was asked for .*built for sm_90a, found compute capability 10\.3"):
+        support.require_runnable((10, 3))
+    monkeypatch.setattr(build, "build_info", lambda: {"archs": []})
+    with pytest.raises(MoKBuildError, match=r"host part only.*compute capability 9\.0"):
+        support.require_runnable((9, 0))
+
+
+def test_what_only_the_cpu_executor_can_do_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    base = "--num-experts 8 --swiglu --disable-bias-linear"
+    assert "--bf16" not in refused_flags(f"{base} --bf16")
+    assert "--bf16" in refused_flags(base)
+    assert "--moe-use-legacy-grouped-gemm" in refused_flags(f"{base} --bf16 --moe-use-legacy-grouped-gemm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not {"--bf16", "--moe-use-legacy-grouped-gemm"} & refused_flags(f"{base} --moe-use-legacy-grouped-gemm")
+
+
+def refused_flags(line: str) -> set[str]:
+    return {v.flag for v in support.check_arguments(line.split()) if v.verdict == "refused"}
