@@ -29,12 +29,13 @@ from mok_megatron.stock_cpu import CPU_CONFIG
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
-def build_model(settings: DemoSettings, dispatcher: str) -> DistributedDataParallel:
+def build_model(settings: DemoSettings, dispatcher: str, device: str) -> DistributedDataParallel:
     """The GPT MoE model under Megatron's DistributedDataParallel, which owns the fp32 gradient buffers (``main_grad``).
 
     Args:
         settings: sizes, precision and seed.
         dispatcher: Megatron's ``moe_token_dispatcher_type``: ``alltoall`` or ``allgather``.
+        device: ``cpu`` or ``cuda``.
     """
     bf16 = settings.dtype == "bf16"
     config = TransformerConfig(
@@ -63,7 +64,9 @@ def build_model(settings: DemoSettings, dispatcher: str) -> DistributedDataParal
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=settings.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=settings.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        ),
         vocab_size=settings.vocab_size,
         max_sequence_length=settings.seq_length,
         position_embedding_type="rope",
@@ -71,6 +74,7 @@ def build_model(settings: DemoSettings, dispatcher: str) -> DistributedDataParal
     )
     if bf16:
         model.bfloat16()
+    model.to(device)
     _initialise(model, settings)
     return DistributedDataParallel(
         config=config,
@@ -111,7 +115,7 @@ def move_inputs_by_one_ulp(model: DistributedDataParallel, seed: int) -> None:
     integer = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32
     with torch.no_grad():
         bits = weight.data.view(integer)
-        bits += torch.where(weight.data == 0, 0, step).to(integer)
+        bits += torch.where(weight.data == 0, 0, step.to(weight.device)).to(integer)
 
 
 def build_optimizer(settings: DemoSettings, model: DistributedDataParallel) -> Any:
@@ -128,7 +132,7 @@ def build_optimizer(settings: DemoSettings, model: DistributedDataParallel) -> A
     return get_megatron_optimizer(config, [model])
 
 
-def batches(settings: DemoSettings) -> Iterator[dict[str, torch.Tensor]]:
+def batches(settings: DemoSettings, device: str) -> Iterator[dict[str, torch.Tensor]]:
     """Endless microbatches of Megatron's mock dataset for this rank: int64 [micro_batch_size, seq_length] and a mask."""
     tokenizer = NullTokenizer(vocab_size=settings.vocab_size - 1)  # 0.16.1 adds one id for the end of a document
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -143,14 +147,17 @@ def batches(settings: DemoSettings) -> Iterator[dict[str, torch.Tensor]]:
         create_attention_mask=True,
         tokenizer=tokenizer,
     )
-    dataset, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [samples, None, None], lambda: True, config).build()
+    dataset, _, _ = BlendedMegatronDatasetBuilder(
+        MockGPTDataset, [samples, None, None], lambda: True, config
+    ).build()
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_size=settings.micro_batch_size,
         sampler=range(rank, samples, ranks),
         drop_last=True,
     )
-    yield from loader
+    for batch in loader:
+        yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mok_megatron.demo import report
 from mok_megatron.demo.settings import DemoSettings
-from mok_megatron.errors import MoKUnsupportedError
+from mok_megatron.errors import MoKBuildError, MoKUnsupportedError
 
 EXIT_AGREES = 0
 EXIT_DIFFERS = 1
@@ -49,12 +49,14 @@ def run_demo(settings: DemoSettings) -> int:
 
 
 def _run(settings: DemoSettings) -> int:
-    machine = _machine()
-    # Training is for the CPU executor: Megatron must not pick a GPU for tensors that MoK then refuses.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    device, reason = choose_device(settings)
+    if device == "cpu":
+        # Megatron must not pick a GPU for tensors that the CPU executor then refuses.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    machine = {"executor": "CPU executor" if device == "cpu" else "GPU", "executor_reason": reason, **_machine()}
     print(f"MoK runs on the {machine['executor']}: {machine['executor_reason']}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="mok-demo-") as scratch:
-        error = _train(settings, scratch)
+        error = _train(settings, device, scratch)
         if error is not None:
             print(f"mok-megatron demo: training failed\n{error}", file=sys.stderr)
             return EXIT_FAILED
@@ -68,14 +70,14 @@ def _run(settings: DemoSettings) -> int:
     return EXIT_AGREES if summary["passed"] else EXIT_DIFFERS
 
 
-def _train(settings: DemoSettings, scratch: str) -> str | None:
+def _train(settings: DemoSettings, device: str, scratch: str) -> str | None:
     """Runs one process a rank. Returns None when all succeeded, else what went wrong; no process is left either way."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
     deadline = time.monotonic() + settings.timeout_seconds
     context = start_processes(
         _train_rank,
-        args=(settings, scratch),
+        args=(settings, device, scratch),
         nprocs=settings.ranks,
         join=False,
         daemon=True,  # an interrupt while they are being started ends them, too
@@ -95,11 +97,11 @@ def _train(settings: DemoSettings, scratch: str) -> str | None:
     return None
 
 
-def _train_rank(rank: int, settings: DemoSettings, scratch: str) -> None:
+def _train_rank(rank: int, settings: DemoSettings, device: str, scratch: str) -> None:
     _end_with_parent(scratch)
     from mok_megatron.demo.train import train_rank  # Megatron-Core is imported here, in the training process only
 
-    train_rank(rank, settings, scratch)
+    train_rank(rank, settings, device, scratch)
 
 
 def _end_with_parent(scratch: str) -> None:
@@ -124,7 +126,8 @@ def _require_packages() -> None:
     missing = [package for module, package in needed.items() if not _is_installed(module)]
     if missing:
         raise MoKUnsupportedError(
-            f"the demo needs {' and '.join(missing)}, not installed here; install mok-megatron with its extra: pip install '.[demo]'"
+            f"the demo needs {' and '.join(missing)}, not installed here; install mok-megatron with its extra: "
+            "pip install '.[demo]'"
         )
 
 
@@ -135,18 +138,34 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+def choose_device(settings: DemoSettings) -> tuple[str, str]:
+    """``cuda``, one GPU a rank, where the kernels can run this demo, else ``cpu``; and the reason in words."""
+    import torch
+
+    from mok_megatron.build import build_info, check_device_architecture
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return "cpu", "no NVIDIA GPU found"
+    unused = f"{count} GPU(s) found and left unused"
+    if settings.dtype != "bf16":
+        return "cpu", f"{unused}: --dtype {settings.dtype}, and the GPU kernels compute in bf16 only"
+    if count < settings.ranks:
+        return "cpu", f"{unused}: --ranks {settings.ranks} needs as many"
+    try:
+        for index in range(settings.ranks):
+            check_device_architecture(build_info(), torch.cuda.get_device_capability(index))
+    except MoKBuildError as error:
+        return "cpu", f"{unused}: {error}"
+    return "cuda", f"{settings.ranks} x {torch.cuda.get_device_name(0)}"
+
+
 def _machine() -> dict[str, object]:
     import torch
 
     from mok_megatron import __version__
-    from mok_megatron.build import ON_GPUS
-    from mok_megatron.doctor import find_gpus
 
-    gpus = find_gpus()
-    reason = f"{len(gpus)} GPU(s) found and left unused: {ON_GPUS}" if gpus else "no NVIDIA GPU found"
     return {
-        "executor": "CPU executor",
-        "executor_reason": reason,
         "mok_megatron": __version__,
         "megatron-core": importlib.metadata.version("megatron-core"),
         "torch": torch.__version__,

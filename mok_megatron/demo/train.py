@@ -52,36 +52,42 @@ RUNS = (
 )
 
 
-def train_rank(rank: int, settings: DemoSettings, scratch: str) -> None:
+def train_rank(rank: int, settings: DemoSettings, device: str, scratch: str) -> None:
     """Entry point of one training process; rank 0 leaves the runs' results in ``scratch/runs.json``.
 
     Args:
         rank: this process, 0 <= rank < settings.ranks.
         settings: what to train.
+        device: ``cuda`` (GPU number ``rank``) or ``cpu``.
         scratch: a folder all ranks see, empty at the start.
     """
     warnings.simplefilter("ignore")  # Megatron's notices about the absence of Transformer Engine and APEX
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{scratch}/rendezvous",
         rank=rank,
         world_size=settings.ranks,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
 
-    from mok_megatron.stock_cpu import enable_stock_cpu
+    if device == "cpu":
+        from mok_megatron.stock_cpu import enable_stock_cpu
 
-    enable_stock_cpu()
+        enable_stock_cpu()
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=settings.ranks,
         distributed_timeout_minutes=int(_COLLECTIVE_TIMEOUT.total_seconds()) // 60,
     )
+    if device == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
     with _progress(settings, rank) as bar:
-        results = {run.name: _train(run, settings, bar) for run in RUNS}
+        results = {run.name: _train(run, settings, device, bar) for run in RUNS}
     if rank == 0:
         Path(scratch, RESULTS_NAME).write_text(json.dumps(results))
     dist.barrier()
@@ -98,7 +104,7 @@ def _progress(settings: DemoSettings, rank: int) -> Iterator[Any]:
         yield bar
 
 
-def _train(run: Run, settings: DemoSettings, bar: Any) -> dict[str, Any]:
+def _train(run: Run, settings: DemoSettings, device: str, bar: Any) -> dict[str, Any]:
     """Trains once. Returns the losses (mean over ranks) of every step and what was seen on the way."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -108,7 +114,7 @@ def _train(run: Run, settings: DemoSettings, bar: Any) -> dict[str, Any]:
 
     torch.manual_seed(settings.seed)
     apply_mok_to_megatron(backend=run.backend)
-    model = demo_model.build_model(settings, run.dispatcher)
+    model = demo_model.build_model(settings, run.dispatcher, device)
     if run.moved_by_one_ulp:
         demo_model.move_inputs_by_one_ulp(model, settings.seed)
     optimizer = demo_model.build_optimizer(settings, model)
@@ -117,7 +123,7 @@ def _train(run: Run, settings: DemoSettings, bar: Any) -> dict[str, Any]:
     model.config.grad_scale_func = optimizer.scale_loss
     layers = demo_model.moe_layers(model)
     counts = [_count_tokens(layer, settings.num_experts) for layer in layers]
-    batches = demo_model.batches(settings)
+    batches = demo_model.batches(settings, device)
     forward_backward = get_forward_backward_func()
 
     bar.set_description(run.name)
@@ -136,11 +142,11 @@ def _train(run: Run, settings: DemoSettings, bar: Any) -> dict[str, Any]:
             forward_only=False,
         )
         _, norm, _ = optimizer.step()
-        seconds.append(time.perf_counter() - started)
         loss = torch.stack([output["loss"] for output in outputs]).double().mean()
         dist.all_reduce(loss)
         losses.append(loss.item() / settings.ranks)
         norms.append(float(norm))
+        seconds.append(time.perf_counter() - started)  # a GPU is done once its numbers are here
         bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
         bar.update()
     for count in counts:
@@ -157,7 +163,7 @@ def _train(run: Run, settings: DemoSettings, bar: Any) -> dict[str, Any]:
 
 def _count_tokens(layer: Any, num_experts: int) -> torch.Tensor:
     """Counts the routes the layer's router makes, int64 [E], over all the forwards to come."""
-    count = torch.zeros(num_experts, dtype=torch.int64)
+    count = torch.zeros(num_experts, dtype=torch.int64, device=layer.router.weight.device)
 
     def add(router: torch.nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         routing_map = output[1]  # bool [T, E]

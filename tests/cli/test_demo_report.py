@@ -70,7 +70,7 @@ def test_a_mok_run_that_stock_layers_computed_fails() -> None:
 def trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's runner with a training that takes no time and has MoK agree."""
 
-    def train(settings: DemoSettings, scratch: str) -> None:
+    def train(settings: DemoSettings, device: str, scratch: str) -> None:
         Path(scratch, "runs.json").write_text(json.dumps(runs(mok=[3.0, 2.01, 1.0])))
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the runner sets it

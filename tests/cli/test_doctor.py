@@ -205,7 +205,7 @@ def test_a_config_file_is_judged_with_the_knobs_beside_it(tmp_path: Path) -> Non
 def test_f_t5_supported_command_line(mok: Mok) -> None:
     result = mok("doctor", *GOOD)
     assert result.code == 0, result
-    for promised in ("expert-parallel sizes: 1 to 8", "hidden size: a multiple of 64", "precision: BF16 and FP32", "links: "):
+    for promised in ("expert-parallel sizes: 1 to 8", "hidden size: a multiple of 64", "precision: BF16, on the CPU", "links: "):
         assert promised in result.out
     assert "supported   --num-experts 8" in result.out
     assert "refused " not in result.out

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# The A/B of one flag on GPUs: pretrain_gpu.sh with each backend, the loss curves in one picture and how far MoK is from the others.
+#     ./scripts/ab_gpu.sh FOLDER [RUN ...] [-- more flags of pretrain_gpt.py]
+# Runs: mok mok_again (both with --deterministic-mode, bits are compared), mok_fast, alltoall, alltoall_again, allgather, hybridep (skipped
+# without deep_ep), moved (alltoall from an initial embedding moved by one unit in the last place). Default: all but mok_fast, alltoall_again.
+# Each run takes two GPUs; as many run at a time as there are pairs. Environment as pretrain_gpu.sh. RUN_SECONDS: the longest a run may take.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${MOK_PYTHON:-python3}
+folder=${1:?the folder for logs and the picture}
+shift
+runs=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1"); shift; done
+[ $# -eq 0 ] || shift
+[ ${#runs[@]} -gt 0 ] || runs=(mok mok_again alltoall allgather hybridep moved)
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+
+launch() { # launch RUN PAIR [flags]: what RUN is, on GPUs 2*PAIR and 2*PAIR+1
+    local run=$1 pair=$2 backend flags=() environment=()
+    shift 2
+    case "$run" in
+    mok | mok_again)
+        backend=mok flags=(--deterministic-mode)
+        environment=(NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 CUBLAS_WORKSPACE_CONFIG=:4096:8)
+        ;;
+    mok_fast) backend=mok ;;
+    alltoall | alltoall_again) backend=alltoall ;;
+    allgather) backend=megatron flags=(--moe-token-dispatcher-type allgather) ;;
+    hybridep) backend=hybridep ;;
+    moved) backend=alltoall environment=(MOK_MOVE_INIT=1) ;;
+    *) echo "ab_gpu.sh: no run is called $run" >&2; return 2 ;;
+    esac
+    if [ "$run" = hybridep ] && ! "$python" -c 'import deep_ep' 2>/dev/null; then
+        echo "hybridep: deep_ep cannot be imported, skipped"
+        return 0
+    fi
+    local began=$SECONDS
+    if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES=$((2 * pair)),$((2 * pair + 1)) \
+        MASTER_PORT=$((29500 + pair)) timeout -k 10 "${RUN_SECONDS:-900}" \
+        "$ROOT/scripts/pretrain_gpu.sh" --moe-backend=$backend "${flags[@]}" "$@" >"$folder/$run.log" 2>&1; then
+        echo "$run: $((SECONDS - began)) s, $(grep -m1 -o 'mok_megatron: MoE backend: .*' "$folder/$run.log" || echo 'no line about the backend')"
+    else
+        echo "$run: FAILED after $((SECONDS - began)) s, see $folder/$run.log"
+        tail -n 5 "$folder/$run.log"
+    fi
+}
+
+pairs=$(("$("$python" -c 'import torch; print(torch.cuda.device_count())')" / 2))
+[ "$pairs" -gt 0 ] || { echo "ab_gpu.sh: needs two GPUs" >&2; exit 2; }
+next=0
+for run in "${runs[@]}"; do
+    launch "$run" $((next % pairs)) "$@" &
+    next=$((next + 1))
+    [ $((next % pairs)) -ne 0 ] || wait
+done
+wait
+"$python" "$ROOT/scripts/loss_curves.py" "$folder"

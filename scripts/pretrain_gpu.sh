@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Megatron-LM's own pretrain_gpt.py with MoK on two GPUs, a small model and mock data: ./scripts/pretrain_gpu.sh [more flags]
+# MEGATRON_LM: folder of Megatron-LM's pretrain_gpt.py (tag core_v0.19.0). MOK_PYTHON: an interpreter with torch, Megatron-Core, Transformer
+# Engine and this package; default: python3. MOK_LOSSES=FILE also writes every step's loss with all its bits (MOK_MOVE_INIT=1: from an
+# initial embedding moved by one unit in the last place). Without MoK's flag the command is what it would be without this package.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${MEGATRON_LM:?must name the folder of pretrain_gpt.py}"
+start=(-m mok_megatron.launch)
+[ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+--move-init})
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+exec "${MOK_PYTHON:-python3}" -m torch.distributed.run --nproc-per-node 2 --master-port "${MASTER_PORT:-29500}" "${start[@]}" \
+    "$MEGATRON_LM/pretrain_gpt.py" \
+    --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 4 \
+    --ffn-hidden-size 6144 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 \
+    --global-batch-size 8 --train-iters 200 --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant --bf16 --swiglu \
+    --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
+    --untie-embeddings-and-output-weights --num-experts 32 --moe-ffn-hidden-size 768 --moe-router-topk 8 \
+    --moe-grouped-gemm --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 \
+    --expert-model-parallel-size 2 --moe-router-dtype fp32 --moe-permute-fusion --use-distributed-optimizer \
+    --overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 \
+    --transformer-impl transformer_engine --log-interval 1 --eval-iters 0 --eval-interval 1000 --log-throughput \
+    --seed 7 --no-gradient-accumulation-fusion --moe-backend=mok "$@"
