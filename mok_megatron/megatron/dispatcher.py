@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from mok_megatron.megatron.router import compact_routes, gather_router_weights
+from mok_megatron.megatron.router import routes_and_weights
 
 
 class MoKTokenDispatcher(MoETokenDispatcher):
@@ -47,8 +47,7 @@ class MoKTokenDispatcher(MoETokenDispatcher):
             routing_map = routing_map & ~self._padding_mask.reshape(-1, 1)
             self._padding_mask = None
         self._routing_map = routing_map
-        self.topk_experts = compact_routes(routing_map, self.topk)
-        router_weights = gather_router_weights(probs, self.topk_experts)
+        self.topk_experts, router_weights = routes_and_weights(probs, routing_map, self.topk)
         return tokens.reshape(-1, tokens.shape[-1]), router_weights
 
     def take_routes(self) -> tuple[Tensor, Tensor | None]:

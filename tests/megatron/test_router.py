@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,3 +76,10 @@ def test_weights_are_fp32_and_the_gradient_has_the_probabilities_dtype(dtype: to
     weights.sum().backward()
     assert probs.grad.dtype == dtype
     assert probs.grad.tolist() == [[1.0, 1.0], [0.0, 1.0]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
+def test_the_kernels_of_gpus_give_the_same_bits(seed: int) -> None:
+    """In Triton's interpreter, which a process has from its start or not at all."""
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-m", "tests.megatron.router_kernels_run", str(seed)], cwd=root, check=True, timeout=120)
