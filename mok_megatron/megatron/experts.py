@@ -47,27 +47,61 @@ class ExpertWeights:
     view: tuple[View, View] = (_as_it_is, _as_it_is)
     stacked: bool = False
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[Tensor, ...]:
         return (*self.fc1, *self.fc2)
 
     def weights(self) -> tuple[Weights, Weights]:
-        """(w13, w2): views of the parameters' present storage."""
-        w13, w2 = ([v(p.detach()) for p in kind] for kind, v in zip((self.fc1, self.fc2), self.view, strict=True))
-        return (w13[0], w2[0]) if self.stacked else (w13, w2)
+        """(w13, w2): the parameters themselves, or views of their present storage. For use where no graph is recorded."""
+        if not self.stacked:
+            return self.fc1, self.fc2
+        w13, w2 = (v(p.detach()) for (p,), v in zip((self.fc1, self.fc2), self.view, strict=True))
+        return w13, w2
 
     def open_gradients(self) -> ExpertGradients:
         return ExpertGradients(self.fc1, self.fc2, self.view, self.stacked)
 
-    @property
+    @functools.cached_property
     def intermediate_size(self) -> int:
         """I."""
         w13 = self.view[0](self.fc1[0].detach())
         return w13.shape[-2] // 2
 
 
+class WeightReader:
+    """Reads the weights of one experts module at each call: wrappers may replace parameters and modules.
+
+    Names are looked at once; later calls only make sure that every module and parameter is still the one in its place. A copy or a
+    pickle of it has read nothing.
+    """
+
+    def __init__(self) -> None:
+        self._weights: ExpertWeights | None = None
+        self._tables: list[tuple[dict[str, Any], int]] = []
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+
+    def __reduce__(self) -> tuple[type[WeightReader], tuple[()]]:
+        return WeightReader, ()
+
+    def read(self, experts: nn.Module, num_local_experts: int) -> ExpertWeights:
+        """As :func:`read_weights`."""
+        if self._weights is None or not self._holds():
+            self._weights = read_weights(experts, num_local_experts)
+            tables = [table for module in experts.modules() for table in (module._modules, module._parameters)]
+            self._tables = [(table, len(table)) for table in tables]
+            self._entries = [(table, key, value) for table in tables for key, value in table.items()]
+        return self._weights
+
+    def _holds(self) -> bool:
+        """Whether nothing was added, taken away or replaced."""
+        for table, size in self._tables:
+            if len(table) != size:
+                return False
+        return all(table.get(key) is value for table, key, value in self._entries)
+
+
 def read_weights(experts: nn.Module, num_local_experts: int) -> ExpertWeights:
-    """The weights of a stock experts module. Cheap enough to be called each time: wrappers may replace parameters.
+    """The weights of a stock experts module.
 
     Raises:
         MoKUnsupportedError: the module has parameters other than those of one of :data:`LAYOUTS` (bias, adapters, shards).

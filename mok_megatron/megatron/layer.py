@@ -6,6 +6,7 @@ T local tokens, K routes a token, H hidden (or the latent size), I expert interm
 from __future__ import annotations
 
 import logging
+import weakref
 from argparse import Namespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from mok_megatron.autograd import routed_experts
 from mok_megatron.errors import MoKArgumentError
 from mok_megatron.megatron import compat, router
 from mok_megatron.megatron.dispatcher import MoKTokenDispatcher
-from mok_megatron.megatron.experts import ExpertWeights, call_experts, read_weights
+from mok_megatron.megatron.experts import ExpertWeights, WeightReader, call_experts
 from mok_megatron.megatron.metrics import LoadCounter
 from mok_megatron.megatron.microbatch import MicrobatchMemory
 from mok_megatron.megatron.settings import RunSettings
@@ -36,6 +37,7 @@ class MoKMoELayer(MoELayer):
     _mok_group: Any
     _mok_microbatches: MicrobatchMemory
     _mok_load: LoadCounter | None
+    _mok_reader: WeightReader
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [T, H] and router weights [T, K] fp32 to the combined output [T, H]; the bias is always None."""
@@ -47,7 +49,7 @@ class MoKMoELayer(MoELayer):
         return call_experts(self.experts, compute, hidden_states, probs), None
 
     def _mok_compute(self, x: Tensor, router_weights: Tensor, topk_experts: Tensor, routing_map: Tensor | None) -> Tensor:
-        weights = read_weights(self.experts, self.num_local_experts)
+        weights = self._mok_reader.read(self.experts, self.num_local_experts)
         in_backward = torch._C._current_graph_task_id() != -1
         tag = functional.PassTag(
             layer=self.layer_number,
@@ -69,6 +71,16 @@ class MoKMoELayer(MoELayer):
         return routed_experts(config, workspace, schedule, x, router_weights, weights, tag=tag)
 
     def _mok_workspace(self, x: Tensor, weights: ExpertWeights) -> functional.MoKWorkspace:
+        found = _last_workspaces.get(self)
+        if found is not None and found[1] == (x.device, x.dtype, x.shape[1]):
+            workspace = found[0]
+            if workspace.failure is None and workspace.buffers and x.shape[0] <= workspace.num_local_tokens:
+                return workspace
+        workspace = self._mok_find_workspace(x, weights)
+        _last_workspaces[self] = workspace, (x.device, x.dtype, x.shape[1])
+        return workspace
+
+    def _mok_find_workspace(self, x: Tensor, weights: ExpertWeights) -> functional.MoKWorkspace:
         settings = self._mok_settings
         tokens = settings.max_tokens_per_rank or tokens_per_rank(compat.training_args())
         key = (
@@ -106,6 +118,8 @@ class MoKMoELayer(MoELayer):
 
 
 _workspaces: dict[tuple[Any, ...], functional.MoKWorkspace] = {}
+# What each layer used last, since finding it costs more host time than a look at it.
+_last_workspaces: weakref.WeakKeyDictionary[MoKMoELayer, tuple[functional.MoKWorkspace, tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
 def tokens_per_rank(args: Namespace | None) -> int | None:
@@ -130,7 +144,8 @@ def adopt(layer: Any, settings: RunSettings, pg_collection: Any) -> None:
         settings: the run's; they stay with the layer.
         pg_collection: the process groups that the layer was built with.
     """
-    read_weights(layer.experts, layer.num_local_experts)  # an unknown layout is told here, not at the first step
+    reader = WeightReader()
+    reader.read(layer.experts, layer.num_local_experts)  # an unknown layout is told here, not at the first step
     stock_dispatcher = layer.token_dispatcher
     dispatcher = MoKTokenDispatcher(layer.config, pg_collection)
     if stock_dispatcher.shared_experts is not None:
@@ -140,6 +155,7 @@ def adopt(layer: Any, settings: RunSettings, pg_collection: Any) -> None:
     layer._mok_settings = settings
     layer._mok_group = pg_collection.ep if pg_collection.ep is not None and pg_collection.ep.size() > 1 else None
     layer._mok_microbatches = MicrobatchMemory()
+    layer._mok_reader = reader
     layer._mok_load = None
     if settings.log_expert_load:
         layer._mok_load = LoadCounter(layer._mok_group, getattr(pg_collection, "expt_dp", None))
