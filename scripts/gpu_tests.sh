@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests that need a Hopper GPU: ./scripts/gpu_tests.sh [forward|backward|all] [pytest arguments]
+# Tests that need a Hopper GPU: ./scripts/gpu_tests.sh [forward|backward|megatron|all] [pytest arguments]
 # Builds the kernels in place where the library has none, runs tests/gpu (what needs two GPUs is skipped with one), then small passes under
 # compute-sanitizer where that is installed. MOK_PYTHON: the interpreter that has torch; default: .venv's, else python3.
 set -euo pipefail
@@ -14,9 +14,10 @@ what=${1:-all}
 case "$what" in
 forward) tests=(tests/gpu/test_schedule.py tests/gpu/test_forward.py tests/gpu/test_functional.py) ;;
 backward) tests=(tests/gpu/test_backward.py tests/gpu/test_functional_backward.py) ;;
+megatron) tests=(tests/gpu/test_megatron_layer.py tests/gpu/test_megatron_gpt.py) ;;
 all) tests=(tests/gpu) ;;
 *)
-    echo "gpu_tests.sh: '$what' is not a group of tests; there are: forward, backward, all" >&2
+    echo "gpu_tests.sh: '$what' is not a group of tests; there are: forward, backward, megatron, all" >&2
     exit 2
     ;;
 esac
