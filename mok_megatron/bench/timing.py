@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mok_megatron.bench.problem import Ranks
 
 _FILLER_SIZE = 8192
-_FILLERS = 3
+_FILLERS = 6
 _CALLS_IN_A_ROW = 10
 _COPY_BYTES = 2**31  # far beyond the L2 cache
 _COPY_BYTES_ON_CPU = 2**24
@@ -149,10 +149,13 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def interleaved(clock: Clock, calls: dict[Name, Callable[[], Any]], *, iterations: int, warmup: int) -> dict[Name, list[Reading]]:
-    """Time the calls in turn, ABAB…, ``iterations`` times each after ``warmup`` untimed rounds."""
+    """Time the calls in turn, ``iterations`` times each after ``warmup`` untimed rounds.
+
+    Every other round goes backwards, ABCCBA…: a call finds the GPU as hot as the one before left it, and must not always have the same one.
+    """
     readings: dict[Name, list[Reading]] = {name: [] for name in calls}
     for iteration in range(-warmup, iterations):
-        for name, call in calls.items():
+        for name, call in list(calls.items())[:: 1 if iteration % 2 == 0 else -1]:
             reading = clock.time(call)
             if iteration >= 0:
                 readings[name].append(reading)
