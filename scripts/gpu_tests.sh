@@ -14,7 +14,7 @@ what=${1:-all}
 case "$what" in
 forward) tests=(tests/gpu/test_schedule.py tests/gpu/test_forward.py tests/gpu/test_functional.py) ;;
 backward) tests=(tests/gpu/test_backward.py tests/gpu/test_functional_backward.py) ;;
-megatron) tests=(tests/gpu/test_megatron_layer.py tests/gpu/test_megatron_gpt.py) ;;
+megatron) tests=(tests/gpu/test_megatron_*.py) ;;
 all) tests=(tests/gpu) ;;
 *)
     echo "gpu_tests.sh: '$what' is not a group of tests; there are: forward, backward, megatron, all" >&2
