@@ -7,6 +7,8 @@ from argparse import Namespace
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKArgumentError
 
@@ -15,6 +17,18 @@ BACKENDS = ("megatron", "mok", "alltoall", "deepep", "hybridep")
 
 BACKEND_VARIABLE = "MOK_MOE_BACKEND"
 """Environment variable that selects the backend where the command line has no such flag (``--yaml-cfg``, tests)."""
+
+
+SM_RESERVE_BESIDE_COLLECTIVES = 16
+"""SMs that a pass leaves to collectives which Megatron runs beside it, where the user has not said how many.
+
+A pass waits for its peers and needs no SM more than it gets: alone it cannot hold up a peer. But it holds what it has. A collective that
+becomes ready in the middle of a pass on all SMs starts at its end; if a peer's host waits for that collective before it launches its own pass
+(the allocator frees memory, which waits for the whole GPU), neither ends. A collective's blocks come in clusters of four and make room for
+the next ones when they end, so that it needs some SMs and not as many as it has blocks.
+"""
+
+_RUNS_BESIDE = ("overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm")
 
 
 @dataclass(frozen=True)
@@ -108,10 +122,19 @@ def _backend_from_args(args: Namespace | None) -> str | None:
 def config_from_args(args: Namespace | None) -> MoKConfig:
     """MoKConfig of ``--mok-config`` (a YAML file) with the single ``--mok-*`` flags on top.
 
+    On GPUs :data:`SM_RESERVE_BESIDE_COLLECTIVES` is the default of ``sm_reserve`` where there is no file and collectives are overlapped.
+
     Raises:
         MoKArgumentError: the file or a value is not valid.
     """
     path = getattr(args, "mok_config", None)
     config = MoKConfig.from_yaml(path) if path else MoKConfig()
     given = {f.name: getattr(args, f"mok_{f.name}", None) for f in fields(MoKConfig)}
+    if not path and given["sm_reserve"] is None and _collectives_run_beside(args):
+        given["sm_reserve"] = SM_RESERVE_BESIDE_COLLECTIVES
     return replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
+def _collectives_run_beside(args: Namespace | None) -> bool:
+    alone = getattr(args, "expert_model_parallel_size", 1) in (None, 1)
+    return torch.cuda.is_available() and not alone and any(getattr(args, name, False) for name in _RUNS_BESIDE)

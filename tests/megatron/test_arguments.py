@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from mok_megatron import MoKArgumentError, MoKConfig
 from mok_megatron.megatron import settings
@@ -159,3 +160,18 @@ def test_flags_beside_a_yaml_file_that_replaces_the_arguments_are_kept() -> None
     assert settings.resolve(Namespace(moe_backend="alltoall", mok_macrobatch_size=512)).backend == "mok"
     parse()
     assert settings.resolve(Namespace(hidden_size=64)).backend == "megatron"
+
+
+def test_sms_are_left_to_collectives_that_run_beside_a_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def reserve(**flags: object) -> int:
+        return settings.config_from_args(Namespace(**{"expert_model_parallel_size": 2, "overlap_grad_reduce": True, **flags})).sm_reserve
+
+    assert reserve() == 0, "the CPU executor has no SMs"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert reserve() == settings.SM_RESERVE_BESIDE_COLLECTIVES > 0
+    assert reserve(overlap_grad_reduce=False, overlap_param_gather=True) == settings.SM_RESERVE_BESIDE_COLLECTIVES
+    assert reserve(overlap_grad_reduce=False) == reserve(expert_model_parallel_size=1) == reserve(mok_sm_reserve=0) == 0
+    assert reserve(mok_sm_reserve=4) == 4
+    file = tmp_path / "mok.yaml"
+    file.write_text("timeout_seconds: 60\n")
+    assert reserve(mok_config=str(file)) == 0, "a file says what the knobs are"
