@@ -77,6 +77,7 @@ class WeightReader:
 
     def __init__(self) -> None:
         self._weights: ExpertWeights | None = None
+        self._experts: nn.Module | None = None
         self._tables: list[tuple[dict[str, Any], int]] = []
         self._entries: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -85,8 +86,8 @@ class WeightReader:
 
     def read(self, experts: nn.Module, num_local_experts: int) -> ExpertWeights:
         """As :func:`read_weights`."""
-        if self._weights is None or not self._holds():
-            self._weights = read_weights(experts, num_local_experts)
+        if self._weights is None or self._experts is not experts or not self._holds():
+            self._weights, self._experts = read_weights(experts, num_local_experts), experts
             tables = [table for module in experts.modules() for table in (module._modules, module._parameters)]
             self._tables = [(table, len(table)) for table in tables]
             self._entries = [(table, key, value) for table in tables for key, value in table.items()]

@@ -3,6 +3,8 @@ TEGroupedMLP and GroupedMLP need CUDA."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from mok_megatron import MoKConfig, MoKUnsupportedError, functional
 from mok_megatron.autograd import PlainWeights, routed_experts
-from mok_megatron.megatron.experts import call_experts, fire_pre_forward_hooks, read_weights
+from mok_megatron.megatron.experts import WeightReader, call_experts, fire_pre_forward_hooks, read_weights
 
 E, H, I = 3, 64, 128  # noqa: E741 - the symbols of all docstrings
 
@@ -280,3 +282,30 @@ def test_sharded_and_quantised_parameters_are_refused() -> None:
         with pytest.raises(MoKUnsupportedError) as error:
             read_weights(experts, E)
         assert text in str(error.value) and "experts.linear_fc2.weight1" in str(error.value)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_reader_sees_what_was_replaced_since_its_last_call(module: type[nn.Module]) -> None:
+    experts, reader = module(*matrices(1)), WeightReader()
+    first = reader.read(experts, E)
+    assert reader.read(experts, E) is first
+    owner = [m for m in experts.modules() if m._parameters][-1]
+    name = next(iter(owner._parameters))
+    replaced = nn.Parameter(owner._parameters[name].detach().clone())
+    setattr(owner, name, replaced)
+    assert any(p is replaced for p in reader.read(experts, E).parameters)
+    other = module(*matrices(2))
+    assert set(reader.read(other, E).parameters) == set(other.parameters())
+    owner.register_parameter("bias", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(MoKUnsupportedError):
+        reader.read(experts, E)
+
+
+def test_a_reader_sees_a_wrapped_module_and_is_not_copied() -> None:
+    experts, reader = SequentialMLP(*matrices(1)), WeightReader()
+    reader.read(experts, E)
+    for made in (copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))):
+        assert made._weights is None and not made._entries
+    experts.local_experts[1].linear_fc1 = LoRALinear(experts.local_experts[1].linear_fc1)
+    with pytest.raises(MoKUnsupportedError, match="LoRA"):
+        reader.read(experts, E)
