@@ -63,7 +63,7 @@ def losses(rank: int, dispatcher: str, recompute: str) -> list[float]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=settings.ranks)
     torch.manual_seed(0)
-    model = demo_model.build_model(settings, dispatcher)
+    model = demo_model.build_model(settings, dispatcher, "cpu")
     optimizer = demo_model.build_optimizer(settings, model)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.no_sync_func = model.no_sync
@@ -72,7 +72,7 @@ def losses(rank: int, dispatcher: str, recompute: str) -> list[float]:
         model.config.recompute_granularity, model.config.recompute_method, model.config.recompute_num_layers = "full", "uniform", 1
     for layer in demo_model.moe_layers(model) if recompute == "moe" else ():
         layer.moe_layer_recompute = True
-    batches = demo_model.batches(settings)
+    batches = demo_model.batches(settings, "cpu")
     seen = []
     for _ in range(settings.steps):
         model.zero_grad_buffer()
