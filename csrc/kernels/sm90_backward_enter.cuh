@@ -156,12 +156,19 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
   // A table for a call's own tokens has its parts where one for more tokens has them, but for the last.
   const BackwardTable table =
       backward_table(call.capacity_blocks, call.macrobatch_blocks, call.num_tokens, hidden, inner, call.num_local_experts);
-  enter.peers = call.peers;
+  PeerMemory peers = call.peers;
+  if (call.ep_size == 1) {
+    // Nobody else reads the inputs: they are read where they lie.
+    peers.x[0] = call.x;
+    peers.dy[0] = call.dy;
+    peers.router_weights[0] = call.router_weights;
+  }
+  enter.peers = peers;
   enter.x = reinterpret_cast<const uint4*>(call.x);
   enter.dy = recompute ? nullptr : reinterpret_cast<const uint4*>(call.dy);
-  enter.x_chunks = call.num_tokens * hidden / 8;
+  enter.x_chunks = call.ep_size == 1 ? 0 : call.num_tokens * hidden / 8;
   enter.router_weights = reinterpret_cast<const float*>(call.router_weights);
-  enter.num_weights = call.num_tokens * call.topk;
+  enter.num_weights = call.ep_size == 1 ? 0 : call.num_tokens * call.topk;
   enter.weight_maps = reinterpret_cast<CUtensorMap*>(call.weight_maps);
   enter.expert_rows = reinterpret_cast<const int32_t*>(call.expert_rows);
   enter.expert_row_offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
@@ -179,7 +186,7 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
   const int launched = launch_chained(backward_enter_kernel, sms, kBackwardEnterThreads, 0, stream, enter);
   if (launched != cudaSuccess) return launched;
 
-  params.peers = call.peers;
+  params.peers = peers;
   params.shape = shape;
   params.timeout_nanoseconds = call.timeout_nanoseconds;
   params.weight_maps = enter.weight_maps;

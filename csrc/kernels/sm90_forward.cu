@@ -310,14 +310,20 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   code = prepare_device(&sms);
   if (code != 0) return code;
 
-  enter.peers = call.peers;
+  PeerMemory peers = call.peers;
+  if (call.ep_size == 1) {
+    // Nobody else reads the inputs: they are read where they lie.
+    peers.x[0] = call.x;
+    peers.router_weights[0] = call.router_weights;
+  }
+  enter.peers = peers;
   enter.rank = call.rank;
   enter.ep_size = call.ep_size;
   enter.num_local_experts = call.num_local_experts;
   enter.x = reinterpret_cast<const uint4*>(call.x);
-  enter.x_chunks = call.num_tokens * call.hidden / 8;
+  enter.x_chunks = call.ep_size == 1 ? 0 : call.num_tokens * call.hidden / 8;
   enter.router_weights = reinterpret_cast<const float*>(call.router_weights);
-  enter.num_weights = call.num_tokens * call.topk;
+  enter.num_weights = call.ep_size == 1 ? 0 : call.num_tokens * call.topk;
   enter.weight_maps = reinterpret_cast<CUtensorMap*>(call.weight_maps);
   enter.state = reinterpret_cast<DeviceState*>(call.state);
   for (int64_t e = 0; e < call.num_local_experts; ++e) {
@@ -343,7 +349,7 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   code = launch_chained(enter_kernel, sms, kEnterThreads, 0, stream, enter);
   if (code != cudaSuccess) return code;
 
-  params.peers = call.peers;
+  params.peers = peers;
   params.shape = shape;
   params.compute_records = enter.compute_records;
   params.comm_records = enter.comm_records;
