@@ -212,6 +212,12 @@ def check_contiguous(workspace: MoKWorkspace, call: DeviceCall) -> None:
             workspace.known_tensors[name].learn(weights)
 
 
+def _placed(tokens: torch.Tensor) -> torch.Tensor:
+    """Rows as the kernels read them: contiguous, on 16 bytes."""
+    tokens = tokens.contiguous()
+    return tokens.clone() if tokens.data_ptr() % ALIGNMENT else tokens
+
+
 def device_forward(
     workspace: MoKWorkspace,
     call: DeviceCall,
@@ -226,12 +232,12 @@ def device_forward(
     """Launch the forward megakernel. Returns y [T, H], not yet computed.
 
     Raises:
-        MoKArgumentError: a weight is not contiguous.
+        MoKArgumentError: a weight is not contiguous, or does not lie on 16 bytes.
     """
     check_contiguous(workspace, call)
     return workspace.executor.forward(
         schedule,
-        x.contiguous(),
+        _placed(x),
         router_weights.contiguous(),
         w13,
         w2,
@@ -255,12 +261,12 @@ def device_recompute(
     """Launch what fills the context again.
 
     Raises:
-        MoKArgumentError: a weight is not contiguous.
+        MoKArgumentError: a weight is not contiguous, or does not lie on 16 bytes.
     """
     check_contiguous(workspace, call)
     workspace.executor.recompute(
         schedule,
-        x.contiguous(),
+        _placed(x),
         router_weights.contiguous(),
         w13,
         context=context,
@@ -367,8 +373,8 @@ def device_backward(
     return workspace.executor.backward_into(
         schedule,
         context,
-        dy.contiguous(),
-        x.contiguous(),
+        _placed(dy),
+        _placed(x),
         router_weights.contiguous(),
         w13,
         w2,

@@ -20,6 +20,9 @@ enum FlagWord : int {
 };
 constexpr int64_t kStatusTimedOut = 2, kStatusOverflow = 4;  // overflow: `missing` holds the rows needed, `length` those available
 
+// A launch returns a CUDA error code, or one of these plus the expert's index: its matrix does not lie on 16 bytes.
+constexpr int kMisalignedW13 = 100'000, kMisalignedW2 = 101'000;
+
 // What a wait that ran out leaves in host memory, for the thread that raises it.
 struct FaultRecord {
   int64_t code;   // 0: none; 1: a flag or counter did not arrive in time; 2: a peer reported a fault; 3: bad route; 4: too many rows
@@ -112,7 +115,7 @@ int load_backward_kernels();
 
 extern "C" {
 #define MOK_EXPORT __attribute__((visibility("default")))
-// Each returns a cudaError_t; `stream` is a cudaStream_t.
+// Each returns a cudaError_t, or a code of a misaligned weight; `stream` is a cudaStream_t.
 // Loads all kernels on the current device. Without it the first launch of each would, and a load waits for kernels that run: with one of a
 // peer's or of a collective among them, that is a deadlock between ranks.
 MOK_EXPORT int mok_sm90_load();

@@ -121,6 +121,9 @@ BackwardTable backward_table(int64_t capacity_blocks, int64_t macrobatch_blocks,
 int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t stream, BackwardParams* out) {
   const bool recompute = pass == Pass::kRecompute;
   const int64_t ring_rows = call.macrobatch_blocks * kBlockRows, hidden = call.hidden, inner = call.intermediate;
+  int code = check_aligned(call.w13, call.num_local_experts, kMisalignedW13);
+  if (code == 0 && !recompute) code = check_aligned(call.w2, call.num_local_experts, kMisalignedW2);
+  if (code != 0) return code;
   BackwardParams& params = *out;
   BackwardEnterParams enter;
   struct {
@@ -136,10 +139,10 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
       {&params.map_d_gate_up, call.ring_d_gate_up, ring_rows, 2 * inner},
   };
   for (const auto& m : maps) {
-    const int code = encode_tensor_map(m.map, reinterpret_cast<void*>(m.address), m.rows, m.columns, 64);
+    code = encode_tensor_map(m.map, reinterpret_cast<void*>(m.address), m.rows, m.columns, 64);
     if (code != 0) return code;
   }
-  int code = encode_tensor_map(&enter.map_grad13, nullptr, 2 * inner, hidden, kGradBoxRows, true);
+  code = encode_tensor_map(&enter.map_grad13, nullptr, 2 * inner, hidden, kGradBoxRows, true);
   if (code == 0) code = encode_tensor_map(&enter.map_grad2, nullptr, hidden, inner, kGradBoxRows, true);
   if (code != 0) return code;
   PassShape& shape = enter.shape;

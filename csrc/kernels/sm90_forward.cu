@@ -298,7 +298,9 @@ int prepare_device(int* sms) {
 int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   EnterParams enter;
   ForwardParams params;
-  int code = encode_tensor_map(&enter.map_w13, nullptr, 2 * call.intermediate, call.hidden, 128);
+  int code = check_aligned(call.w13, call.num_local_experts, kMisalignedW13);
+  if (code == 0) code = check_aligned(call.w2, call.num_local_experts, kMisalignedW2);
+  if (code == 0) code = encode_tensor_map(&enter.map_w13, nullptr, 2 * call.intermediate, call.hidden, 128);
   if (code == 0) code = encode_tensor_map(&enter.map_w2, nullptr, call.hidden, call.intermediate, 128);
   const int64_t ring_rows = call.macrobatch_blocks * kBlockRows;
   if (code == 0) code = encode_tensor_map(&params.map_x, reinterpret_cast<void*>(call.x_rows), ring_rows, call.hidden, 64);

@@ -3,7 +3,17 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace mok {
+
+// Bulk copies read matrices on 16 bytes. 0, or `code` plus the index of the first address that is not.
+inline int check_aligned(const int64_t* addresses, int64_t count, int code) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (addresses[i] % 16 != 0) return code + static_cast<int>(i);
+  }
+  return cudaSuccess;
+}
 
 // The kernel must wait for the previous one before it reads or writes anything that one touches.
 template <typename Params>

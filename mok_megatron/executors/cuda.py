@@ -17,11 +17,13 @@ from mok_megatron.build import LIBRARY, build_info, check_device_architecture, l
 from mok_megatron.config import BLOCK_ROWS, MAX_EP_SIZE, MAX_LOCAL_EXPERTS
 from mok_megatron.errors import MoKArgumentError, MoKBuildError, MoKError
 from mok_megatron.executors.cpu import WeightGradTarget
-from mok_megatron.executors.cuda_backward import BACKWARD_FIELDS, BackwardMemory, grad_words, matrix_addresses
+from mok_megatron.executors.cuda_backward import ALIGNMENT, BACKWARD_FIELDS, BackwardMemory, grad_words, matrix_addresses
 from mok_megatron.schedule import MoKContext, MoKSchedule, PackedSchedule, ScheduleLayout
 
 _TENSOR_MAP_BYTES = 128
 _STATE_WORDS = 8
+# Code of a launch: a matrix of w13, from 1000 on of w2, does not lie on 16 bytes (csrc/kernels/launch.h).
+_MISALIGNED = 100_000
 FAULT_WORDS = 16
 
 _PEER_FIELDS = ("x", "router_weights", "combine", "flags", "routes", "num_tokens", "dy", "d_router_weights")
@@ -305,6 +307,9 @@ class CudaExecutor:
 
     def _launch(self, function: Callable[[int, int], int], block: CallBlock) -> None:
         code = function(block.address, self._raw_stream(self.device.index))
+        if code >= _MISALIGNED:
+            matrix, index = divmod(code - _MISALIGNED, 1000)
+            raise MoKArgumentError(f"{('w13', 'w2')[matrix]}[{index}]: address must be a multiple of {ALIGNMENT}")
         if code != 0:
             raise MoKError(f"{function.__name__} failed with CUDA error {code}")
 

@@ -285,6 +285,26 @@ def test_a_launch_that_fails_is_fatal(device: StubDevice) -> None:
         functional.build_schedule(device.workspace, device.config, _routes())
 
 
+@pytest.mark.parametrize(("code", "name"), [(100_000, r"w13\[0\]"), (101_003, r"w2\[3\]")])
+def test_a_weight_that_does_not_lie_on_16_bytes_is_named(device: StubDevice, seed: int, code: int, name: str) -> None:
+    o = _operands(seed)
+    schedule = functional.build_schedule(device.workspace, device.config, _routes())
+    device.library.code = code
+    with pytest.raises(MoKArgumentError, match=f"{name}: address must be a multiple of 16"):
+        functional.forward(device.config, device.workspace, schedule, o["x"], o["router_weights"], o["w13"], o["w2"])
+
+
+def test_rows_that_do_not_lie_on_16_bytes_are_moved(device: StubDevice, seed: int) -> None:
+    o = _operands(seed)
+    schedule = functional.build_schedule(device.workspace, device.config, _routes())
+    memory = torch.empty(o["x"].numel() + 1, dtype=o["x"].dtype)
+    odd = memory[1:].view_as(o["x"])
+    odd.copy_(o["x"])
+    assert odd.data_ptr() % 16
+    functional.forward(device.config, device.workspace, schedule, odd, o["router_weights"], o["w13"], o["w2"])
+    assert device.last.words["x"] % 16 == 0
+
+
 def test_calls_are_found_by_number(device: StubDevice) -> None:
     for layer in range(3):
         functional.build_schedule(device.workspace, device.config, _routes(), tag=PassTag(layer, 7))
