@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests that need a Hopper GPU: ./scripts/gpu_tests.sh [forward|backward|megatron|all] [pytest arguments]
 # Builds the kernels in place where the library has none, runs tests/gpu (what needs two GPUs is skipped with one), then small passes under
-# compute-sanitizer where that is installed. MOK_PYTHON: the interpreter that has torch; default: .venv's, else python3.
+# compute-sanitizer where that is installed: memcheck and racecheck of one rank, memcheck of two where there are two GPUs. MOK_PYTHON: the interpreter that has torch; default: .venv's, else python3.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
@@ -32,11 +32,24 @@ if ! "$python" -c 'import sys; from mok_megatron.build import build_info; sys.ex
 fi
 "$python" -m pytest -rs --timeout 300 "${tests[@]}" "$@"
 
-if command -v compute-sanitizer >/dev/null; then
-    for tool in memcheck racecheck; do
-        echo "compute-sanitizer $tool"
-        timeout 300 compute-sanitizer --tool "$tool" --error-exitcode 1 "$python" -m tests.gpu.small
-    done
-else
+if ! command -v compute-sanitizer >/dev/null; then
     echo "compute-sanitizer is not installed: not run"
+    exit 0
 fi
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+checks=("memcheck 1" "racecheck 1")
+[ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -lt 2 ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || checks+=("memcheck 2")
+for check in "${checks[@]}"; do
+    read -r tool ranks <<<"$check"
+    timeout 300 compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 "$python" -m tests.gpu.small "$ranks" \
+        >"$logs/$tool $ranks" 2>&1 &
+done
+failed=0
+for job in $(jobs -p); do wait "$job" || failed=1; done
+for check in "${checks[@]}"; do
+    echo "compute-sanitizer, tool and ranks: $check"
+    grep -q "finite, and the same bits twice" "$logs/$check" && ! grep -qE "SUMMARY: [1-9]" "$logs/$check" || failed=1
+    grep -E "SUMMARY|finite|Error" "$logs/$check" | tail -n 20
+done
+exit "$failed"
