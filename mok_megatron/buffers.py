@@ -78,8 +78,8 @@ class WorkspaceShape:
         """Rows of a minibatch and of the ring, (minibatch_size, macrobatch_size).
 
         The second GEMM trails the first by three minibatches, which must hold two waves of 128 x 256 tiles of the narrower GEMM: rows >=
-        2 * SMs * 128 * 256 / min(2I, H). A minibatch is a third of them, up to the next multiple of 2048: in smaller ones fewer tiles that share
-        weights run at the same time.
+        2 * SMs * 128 * 256 / min(2I, H). A minibatch is a third of them, up to the next multiple of 2048: in smaller ones fewer tiles that
+        share weights run at the same time.
         """
         narrow = min(2 * self.intermediate_size, self.hidden_size)
         waves = math.ceil(2 * num_sms * 128 * 256 / narrow)

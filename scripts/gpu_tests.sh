@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests that need a Hopper GPU: ./scripts/gpu_tests.sh [forward|backward|megatron|all] [pytest arguments]
 # Builds the kernels in place where the library has none, runs tests/gpu (what needs two GPUs is skipped with one), then small passes under
-# compute-sanitizer where that is installed: memcheck and racecheck of one rank, memcheck of two where there are two GPUs. MOK_PYTHON: the interpreter that has torch; default: .venv's, else python3.
+# compute-sanitizer where that is installed: memcheck and racecheck of one rank, memcheck of two where there are two GPUs.
+# MOK_PYTHON: the interpreter that has torch; default: .venv's, else python3.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"

@@ -89,8 +89,8 @@ class BackwardMemory:
     """Device memory that only the backward and the recompute use. Made at the first of them.
 
     dy: bf16 [rows, H]; gate_up, d_gate_up: bf16 [rows, 2I]; partials: fp32 [rows, ceil(I / 256)]; scratch: fp32 sums of the expert that
-    straddles two macrobatches; records: the table of tasks; weight_maps: tensor maps of all weights and fp32 gradients. scratch and gate_up, which only a replay
-    writes, are empty where one macrobatch holds all rows.
+    straddles two macrobatches; records: the table of tasks; weight_maps: tensor maps of all weights and of their fp32 gradients. scratch and
+    gate_up, which only a replay writes, are empty where one macrobatch holds all rows.
     """
 
     def __init__(

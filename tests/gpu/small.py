@@ -1,7 +1,7 @@
 """Small passes, forward and backward, for compute-sanitizer: python -m tests.gpu.small [RANKS].
 
-One rank runs in this process. Two are a process each on a GPU each, since under the tool kernels of one process run one after the other, and those
-of two ranks wait for each other.
+One rank runs in this process. Two are a process each on a GPU each, since under the tool kernels of one process run one after the other, and
+those of two ranks wait for each other.
 """
 
 import sys
