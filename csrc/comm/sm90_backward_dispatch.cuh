@@ -27,9 +27,8 @@ __device__ __forceinline__ void fetch_backward_rows(const BackwardParams& params
   __nv_bfloat16* ring = dy ? params.dy_ring : params.x_ring;
   for (int32_t row = 0; row < count; ++row) {
     const int64_t address = __shfl_sync(0xffffffffu, source, row);
-    const uint4* const sources[1] = {reinterpret_cast<const uint4*>(address)};
-    uint4* const targets[1] = {reinterpret_cast<uint4*>(ring + row_offset(ring_row + row, params.shape.hidden))};
-    copy_rows<1>(sources, targets, chunks, lane);
+    copy_row(reinterpret_cast<const uint4*>(address), reinterpret_cast<uint4*>(ring + row_offset(ring_row + row, params.shape.hidden)), chunks,
+             lane);
   }
   // The rows are read by bulk copies, which follow another order than these stores.
   ptx::fence_async_global();

@@ -11,33 +11,25 @@ constexpr int kFetchParts = kDispatchRows / kFetchRows;
 constexpr int kFetchUnroll = 8;  // 16-byte loads in flight a lane
 static_assert(kDispatchRows % kFetchRows == 0, "a fetch is split evenly");
 
-// `count` 16-byte chunks of each of `kRows` rows by one warp; a null source is zeros.
-template <int kRows>
-__device__ __forceinline__ void copy_rows(const uint4* const (&sources)[kRows], uint4* const (&targets)[kRows], int32_t count, uint32_t lane) {
+// `count` 16-byte chunks by one warp; a null source is zeros.
+__device__ __forceinline__ void copy_row(const uint4* source, uint4* target, int32_t count, uint32_t lane) {
   for (int32_t base = 0; base < count; base += 32 * kFetchUnroll) {
-    uint4 values[kRows][kFetchUnroll];
+    uint4 values[kFetchUnroll];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < kFetchUnroll; ++i) {
-        const int32_t at = base + i * 32 + lane;
-        values[row][i] = make_uint4(0, 0, 0, 0);
-        if (at < count && sources[row] != nullptr) values[row][i] = ptx::load_stream_16(sources[row] + at);
-      }
+    for (int i = 0; i < kFetchUnroll; ++i) {
+      const int32_t at = base + i * 32 + lane;
+      values[i] = make_uint4(0, 0, 0, 0);
+      if (at < count && source != nullptr) values[i] = ptx::load_stream_16(source + at);
     }
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < kFetchUnroll; ++i) {
-        const int32_t at = base + i * 32 + lane;
-        if (at < count) ptx::store_16(targets[row] + at, values[row][i]);
-      }
+    for (int i = 0; i < kFetchUnroll; ++i) {
+      const int32_t at = base + i * 32 + lane;
+      if (at < count) ptx::store_16(target + at, values[i]);
     }
   }
 }
 
-// `count` rows, from row `offset` of a fetch task on, `kRows` at a time; announced when they are in place.
-template <int kRows>
+// `count` rows, from row `offset` of a fetch task on; announced when they are in place.
 __device__ __forceinline__ void fetch_rows(const ForwardParams& params, const TaskRecord& task, int32_t offset, int32_t count, uint32_t lane) {
   const int64_t first_row = task.first_row + offset;
   const int64_t ring_row = static_cast<int64_t>(task.ring_block) * kBlockRows + first_row % kBlockRows;
@@ -53,15 +45,10 @@ __device__ __forceinline__ void fetch_rows(const ForwardParams& params, const Ta
     params.weight_ring[ring_row + lane] = weight;
   }
   const int32_t chunks = static_cast<int32_t>(params.shape.hidden / 8);
-  for (int32_t row = 0; row < count; row += kRows) {
-    const uint4* sources[kRows];
-    uint4* targets[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      sources[i] = reinterpret_cast<const uint4*>(__shfl_sync(0xffffffffu, source, row + i));
-      targets[i] = reinterpret_cast<uint4*>(params.x_ring + row_offset(ring_row + row + i, params.shape.hidden));
-    }
-    copy_rows<kRows>(sources, targets, chunks, lane);
+  for (int32_t row = 0; row < count; ++row) {
+    const int64_t address = __shfl_sync(0xffffffffu, source, row);
+    copy_row(reinterpret_cast<const uint4*>(address), reinterpret_cast<uint4*>(params.x_ring + row_offset(ring_row + row, params.shape.hidden)),
+             chunks, lane);
   }
   // The rows are read by bulk copies, which follow another order than these stores.
   ptx::fence_async_global();
@@ -105,7 +92,7 @@ __device__ __forceinline__ bool fetch_opening_row(const ForwardParams& params, i
   const int64_t row = take_ticket(&params.state->first_ticket, lane);
   if (row >= opening_rows(params)) return false;
   const TaskRecord task = params.comm_records[row / kDispatchRows];
-  fetch_rows<1>(params, task, static_cast<int32_t>(row % kDispatchRows), 1, lane);
+  fetch_rows(params, task, static_cast<int32_t>(row % kDispatchRows), 1, lane);
   return row < end;
 }
 
@@ -151,7 +138,7 @@ __device__ __forceinline__ void run_communication(const ForwardParams& params, c
     if (!__shfl_sync(0xffffffffu, ready, 0)) return;
     __syncwarp();
     if (task.kind != TaskKind::kSignalDone) {
-      fetch_rows<2>(params, task, part * kFetchRows, kFetchRows, lane);
+      fetch_rows(params, task, part * kFetchRows, kFetchRows, lane);
     } else if (part == 0 && lane < params.shape.ep_size && !pass_aborted(context)) {
       // A pass that was aborted says so by its status word, and never that it is done.
       __threadfence_system();

@@ -1,7 +1,7 @@
 // Epilogue of the down GEMM: every row goes straight to its source rank's slot, 512 contiguous bytes a row and tile.
 #pragma once
 
-#include "sm90_staging.cuh"
+#include "sm90_swiglu.cuh"
 
 namespace mok {
 
@@ -26,18 +26,6 @@ __device__ __forceinline__ void push_rows(float (&accumulators)[128], uint32_t s
       if (address != 0 && inside) ptx::store_16(reinterpret_cast<void*>(address + lane * 16), value);
     }
     __syncwarp();
-  }
-}
-
-// The same of 16 staged rows; `target(row)` tells where a row goes.
-template <typename Target>
-__device__ __forceinline__ void push_staged_rows(uint32_t staging, Target target, int32_t columns, uint32_t lane) {
-  const bool inside = static_cast<int32_t>(lane) * 8 < columns;
-#pragma unroll 8
-  for (uint32_t row = 0; row < 16; ++row) {
-    const int64_t address = target(row);
-    const uint4 value = ptx::load_shared_16(staged_chunk(staging, row, lane));
-    if (address != 0 && inside) ptx::store_16(reinterpret_cast<void*>(address + lane * 16), value);
   }
 }
 

@@ -54,7 +54,7 @@ __device__ __forceinline__ void run_producer(const BackwardParams& params, Share
   const uint32_t stages = ptx::smem_address(shared.stages);
   const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
   TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_loaded)};
-  PipelineState<kStages> at;
+  PipelineState at;
   const CUtensorMap* fenced[2] = {nullptr, nullptr};
   const int32_t intermediate = static_cast<int32_t>(params.shape.intermediate);
   while (true) {

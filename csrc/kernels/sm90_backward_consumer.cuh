@@ -49,9 +49,15 @@ __device__ __forceinline__ void clear_gate_up(const BackwardParams& params, cons
   }
 }
 
+// Hides from the compiler that a value is the same for all tiles: what epilogues compute from it would be kept in registers across the products.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 struct ConsumerPipeline {
   uint32_t stages, full, empty;
-  PipelineState<kStages> at;
+  PipelineState at;
   uint32_t warpgroup, lane;
 
   template <Major kMajorA, Major kMajorB, bool kAccumulate = false>
@@ -74,8 +80,8 @@ __device__ __forceinline__ void run_dgrad2(const BackwardParams& params, const T
   const GateUpChunk first = load_gate_up(target, 0, lane), second = load_gate_up(target, 1, lane);
   float accumulators[128];
   pipeline.multiply<kMajorK, kMajorMn>(accumulators, tile.iterations);
-  staging = ptx::opaque(staging);
-  lane = ptx::opaque(lane);
+  staging = opaque(staging);
+  lane = opaque(lane);
   if (!tile.store) return;
   wait_staging_free(lane);
   const float d_weight = store_swiglu_backward(accumulators, staging, target, weight, first, second, lane);
@@ -104,8 +110,8 @@ __device__ __forceinline__ void run_dgrad1(const BackwardParams& params, const T
   }
   float accumulators[128];
   pipeline.multiply<kMajorK, kMajorMn>(accumulators, tile.iterations);
-  staging = ptx::opaque(staging);
-  lane = ptx::opaque(lane);
+  staging = opaque(staging);
+  lane = opaque(lane);
   wait_staging_free(lane);
   push_rows(accumulators, staging, target, static_cast<int32_t>(params.shape.hidden - tile.tile_n * kHiddenCols), lane);
   if (weight_target != 0) *reinterpret_cast<float*>(weight_target) = d_weight;
@@ -115,8 +121,8 @@ __device__ __forceinline__ void run_gemm1(const BackwardParams& params, const Ti
                                           uint32_t warp, uint32_t lane) {
   float accumulators[128];
   pipeline.multiply<kMajorK, kMajorK>(accumulators, tile.iterations);
-  staging = ptx::opaque(staging);
-  lane = ptx::opaque(lane);
+  staging = opaque(staging);
+  lane = opaque(lane);
   if (!tile.store) return;
   wait_staging_free(lane);
   const int64_t inner = params.shape.intermediate, ring_row = tile.ring_block * kBlockRows + warp * 16, column = tile.tile_n * kGateUpCols;
@@ -143,8 +149,8 @@ __device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Ti
     for (int i = 0; i < 128; ++i) accumulators[i] = 0.0f;
   }
   pipeline.multiply<kMajorMn, kMajorMn, true>(accumulators, tile.iterations);
-  staging = ptx::opaque(staging);
-  lane = ptx::opaque(lane);
+  staging = opaque(staging);
+  lane = opaque(lane);
   if (!tile.store) return;
   if (tile.continued) {
     store_sum(accumulators, tile.scratch, warp, lane);

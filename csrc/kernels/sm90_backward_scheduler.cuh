@@ -9,7 +9,6 @@
 namespace mok {
 namespace {
 
-constexpr int kStages = 4;
 constexpr int kSlots = 2;  // one tile in execution, one whose loads are under way
 
 enum class TileKind : int32_t { kExit, kSkip, kReduce, kNothing, kZero, kGemm1, kDgrad2, kDgrad1, kWgrad2, kWgrad13 };
@@ -39,7 +38,7 @@ struct Tile {
 struct Shared {
   uint8_t stages[kStages][kStageBytes];
   uint8_t staging[kConsumerWarps][4096];
-  PipelineBarriers<kStages> pipeline;
+  PipelineBarriers pipeline;
   uint64_t tile_full[kSlots], tile_loaded[kSlots], tile_stored[kSlots];
   uint64_t ticket_full[kSlots], ticket_empty[kSlots];
   int64_t tickets[kSlots];

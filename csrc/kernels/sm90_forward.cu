@@ -1,9 +1,8 @@
 // The forward megakernel for sm_90a, BF16: dispatch, gate/up GEMM with SwiGLU, down GEMM with push combine, and the final sum, in one launch.
 //
 // Persistent, one CTA an SM, in clusters of two. Warpgroup 0 holds the producer warp (bulk tensor loads), the scheduler warp (tickets, waiting
-// for counters, announcing), a communication warp, and a warp that finishes tiles (SwiGLU, or the push) while the next one is multiplied by
-// warpgroups 1 and 2: together a 128 x 256 tile. A cluster takes two neighbouring tickets; where their tiles share rows or weights, each
-// CTA loads half of what is shared for both.
+// for counters, announcing) and two communication warps; warpgroups 1 and 2 multiply: together a 128 x 256 tile. A cluster takes two
+// neighbouring tickets; where their tiles share rows or weights, each CTA loads half of what is shared for both.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -50,7 +49,7 @@ __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared
   const uint32_t stages = ptx::smem_address(shared.stages);
   const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
   TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_loaded)};
-  PipelineState<kStages> at;
+  PipelineState at;
   const CUtensorMap* fenced[2] = {nullptr, nullptr};
   const int32_t intermediate = static_cast<int32_t>(params.shape.intermediate);
   while (true) {
@@ -103,53 +102,47 @@ __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared
   }
 }
 
-__device__ __forceinline__ void load_row_info(const ForwardParams& params, const Tile& tile, RowInfo (&rows)[kBlockRows], uint32_t lane) {
-#pragma unroll
-  for (uint32_t row = lane; row < kBlockRows; row += 32) {
-    if (tile.kind == TileKind::kGemm1) {
-      rows[row].weight = params.weight_ring[tile.ring_block * kBlockRows + row];
-      continue;
-    }
-    const int32_t rank = tile.store ? params.row_source_rank[tile.first_row + row] : -1;
-    int64_t target = 0;
+// What the epilogue needs of the warp's 16 rows, row `lane` in lanes 0-15. Loaded before the products, which hide it.
+struct RowInfo {
+  float weight;    // gate/up GEMM: router weight
+  int64_t target;  // down GEMM: where the row goes, first column of the tile; 0: nowhere
+};
+
+__device__ __forceinline__ RowInfo load_row_info(const ForwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
+  RowInfo info = {0.0f, 0};
+  if (lane >= 16) return info;
+  if (tile.kind == TileKind::kGemm1) {
+    info.weight = params.weight_ring[tile.ring_block * kBlockRows + warp * 16 + lane];
+  } else if (tile.store) {
+    const int64_t row = tile.first_row + warp * 16 + lane;
+    const int32_t rank = params.row_source_rank[row];
     if (rank >= 0) {
-      const int64_t slot = params.row_source_slot[tile.first_row + row];
-      target = params.peers.combine[rank] + (row_offset(slot, params.shape.hidden) + tile.tile_n * kHiddenCols) * 2;
+      info.target = params.peers.combine[rank] + (row_offset(params.row_source_slot[row], params.shape.hidden) + tile.tile_n * kHiddenCols) * 2;
     }
-    rows[row].target = target;
   }
-  __syncwarp();
+  return info;
 }
 
-// 16 staged rows of a gate/up tile, from row `first` of the tile on.
-__device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const Tile& tile, uint32_t staging, const RowInfo* rows,
-                                             uint32_t first, uint32_t lane) {
+__device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const Tile& tile, float (&accumulators)[128], uint32_t staging,
+                                             const RowInfo& info, uint32_t warp, uint32_t lane) {
   if (!tile.store) return;
   SwigluTarget target;
   target.inner = params.shape.intermediate;
-  const int64_t ring_row = tile.ring_block * kBlockRows + first, column = tile.tile_n * kGateUpCols;
+  const int64_t ring_row = tile.ring_block * kBlockRows + warp * 16, column = tile.tile_n * kGateUpCols;
   target.activation = params.activation + row_offset(ring_row, target.inner) + column;
   target.gate = tile.keep ? params.gate_up + row_offset(ring_row, 2 * target.inner) + column : nullptr;
   target.columns = static_cast<int32_t>(target.inner - column);
-  store_staged_swiglu(staging, target, [&](uint32_t row) { return rows[first + row].weight; }, lane);
+  store_swiglu(accumulators, staging, target, info.weight, lane);
 }
 
-// Gate and up of 16 rows are zero.
-__device__ __forceinline__ void clear_projections(const ForwardParams& params, const Tile& tile, uint32_t first, uint32_t lane) {
+// Gate and up of the warp's 16 rows are zero.
+__device__ __forceinline__ void clear_projections(const ForwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
   const int64_t inner = params.shape.intermediate, column = tile.tile_n * kGateUpCols + lane % 16 * 8;
   if (column >= inner) return;
-  for (int64_t row = tile.ring_block * kBlockRows + first + lane / 16, i = 0; i < 8; ++i, row += 2) {
+  for (int64_t row = tile.ring_block * kBlockRows + warp * 16 + lane / 16, i = 0; i < 8; ++i, row += 2) {
     __nv_bfloat16* target = params.gate_up + row_offset(row, 2 * inner) + column;
     ptx::store_16(target, make_uint4(0, 0, 0, 0));
     ptx::store_16(target + inner, make_uint4(0, 0, 0, 0));
-  }
-}
-
-// Nothing to do yet: fetch.
-__device__ __forceinline__ void fetch_until_ready(const ForwardParams& params, const WaitContext& context, const TileReader& reader,
-                                                  uint32_t lane) {
-  if (!peers_entered(params, context, lane)) return;
-  while (!reader.ready() && fetch_opening_row(params, opening_rows(params), lane)) {
   }
 }
 
@@ -157,74 +150,39 @@ __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared
   const uint32_t stages = ptx::smem_address(shared.stages);
   const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
   const uint32_t staging = ptx::smem_address(shared.staging[warp]);
-  const uint32_t staged_full = ptx::smem_address(&shared.staged_full[warp]), staged_empty = ptx::smem_address(&shared.staged_empty[warp]);
   const uint32_t warpgroup = warp / 4;
   TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_stored)};
-  PipelineState<kStages> at;
-  uint32_t staged_phase = 1;  // the first wait is for memory that nobody has used
-  fetch_until_ready(params, shared.context, reader, lane);
-  while (true) {
-    const Tile& tile = shared.tiles[reader.next()];
-    if (tile.kind == TileKind::kExit || tile.kind == TileKind::kReduce) break;
-    if (tile.kind == TileKind::kSkip || tile.valid_rows <= static_cast<int32_t>(warpgroup) * 64) {
-      // All rows of this half are padding: nobody multiplies them in the second GEMM or pushes them.
-      drain_stages(full, empty, at, tile.iterations, lane);
-    } else {
-      float accumulators[128];
-      multiply_stages(accumulators, stages, full, empty, at, tile.iterations, warpgroup, lane);
-      ptx::barrier_wait(staged_empty, staged_phase);
-      staged_phase ^= 1;
-      stage_rows(accumulators, ptx::opaque(staging), ptx::opaque(lane));
-      ptx::barrier_arrive(staged_full);
+  PipelineState at;
+  // Nothing to multiply yet: fetch.
+  if (peers_entered(params, shared.context, lane)) {
+    while (!reader.ready() && fetch_opening_row(params, opening_rows(params), lane)) {
     }
-    reader.advance(true);
   }
-  // The final sums are the last tiles.
   while (true) {
     const Tile& tile = shared.tiles[reader.next()];
     if (tile.kind == TileKind::kExit) return;
-    if (tile.store) reduce_tokens(params, tile.first_row + warp, tile.first_row + tile.num_tokens, kConsumerWarps, lane);
-    reader.advance(true);
-  }
-}
-
-// Finishes tiles while the consumers multiply the next one.
-__device__ __forceinline__ void run_epilogue(const ForwardParams& params, Shared& shared, uint32_t lane) {
-  TileReader reader{ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_stored)};
-  uint32_t staged_phases = 0;  // a bit a consumer warp
-  fetch_until_ready(params, shared.context, reader, lane);
-  while (true) {
-    const Tile& tile = shared.tiles[reader.next()];
-    const TileKind kind = tile.kind;
-    if (kind == TileKind::kExit) return;
-    if (kind == TileKind::kGemm1 || kind == TileKind::kGemm2) {
-      load_row_info(params, tile, shared.rows, lane);
-#pragma unroll 1
-      for (uint32_t warp = 0; warp < kConsumerWarps; ++warp) {
-        const uint32_t first = warp * 16;
-        if (tile.valid_rows <= static_cast<int32_t>(first & 64)) {
-          // The half was not multiplied. Only the backward reads the gate and up of padding.
-          if (kind == TileKind::kGemm1 && tile.keep && tile.store) clear_projections(params, tile, first, lane);
-          continue;
-        }
-        const uint32_t staging = ptx::smem_address(shared.staging[warp]);
-        ptx::barrier_wait(ptx::smem_address(&shared.staged_full[warp]), staged_phases >> warp & 1);
-        staged_phases ^= 1u << warp;
-        if (kind == TileKind::kGemm1) {
-          finish_gemm1(params, tile, staging, shared.rows, first, lane);
-        } else {
-          push_staged_rows(
-              staging, [&](uint32_t row) { return shared.rows[first + row].target; },
-              static_cast<int32_t>(params.shape.hidden - tile.tile_n * kHiddenCols), lane);
-        }
-        ptx::barrier_arrive(ptx::smem_address(&shared.staged_empty[warp]));
+    if (tile.kind == TileKind::kSkip) {
+      drain_stages(full, empty, at, tile.iterations, lane);
+    } else if (tile.kind == TileKind::kReduce) {
+      if (tile.store) reduce_tokens(params, tile.first_row + warp, tile.first_row + tile.num_tokens, kConsumerWarps, lane);
+    } else if (tile.valid_rows <= static_cast<int32_t>(warpgroup) * 64) {
+      // All rows of this half are padding. Nobody multiplies them in the second GEMM or pushes them; only the backward reads their gate and up.
+      drain_stages(full, empty, at, tile.iterations, lane);
+      if (tile.kind == TileKind::kGemm1 && tile.keep && tile.store) clear_projections(params, tile, warp, lane);
+    } else {
+      const RowInfo info = load_row_info(params, tile, warp, lane);
+      float accumulators[128];
+      multiply_stages(accumulators, stages, full, empty, at, tile.iterations, warpgroup, lane);
+      if (tile.kind == TileKind::kGemm1) {
+        finish_gemm1(params, tile, accumulators, staging, info, warp, lane);
+      } else {
+        push_rows(accumulators, staging, info.target, static_cast<int32_t>(params.shape.hidden - tile.tile_n * kHiddenCols), lane);
       }
       // The activation is read by bulk copies of other SMs.
       ptx::fence_async_global();
     }
-    // Also between the row infos of this tile and of the next one.
     __syncwarp();
-    reader.advance(true);
+    reader.advance(lane == 0);
   }
 }
 
@@ -273,13 +231,9 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     for (int i = 0; i < kSlots; ++i) {
       ptx::barrier_init(ptx::smem_address(&shared.tile_full[i]), 1);
       ptx::barrier_init(ptx::smem_address(&shared.tile_loaded[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.tile_stored[i]), (kConsumerWarps + 1) * 32);
+      ptx::barrier_init(ptx::smem_address(&shared.tile_stored[i]), kConsumerWarps);
       ptx::barrier_init(ptx::smem_address(&shared.ticket_full[i]), 1);
       ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
-    }
-    for (int i = 0; i < kConsumerWarps; ++i) {
-      ptx::barrier_init(ptx::smem_address(&shared.staged_full[i]), 32);
-      ptx::barrier_init(ptx::smem_address(&shared.staged_empty[i]), 32);
     }
     ptx::fence_barrier_init();
   }
@@ -302,15 +256,13 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   help_opening(params, shared.context, lane);
 
   if (warp < 4) {
-    ptx::registers_decrease<kHelperRegisters>();
-    if (only_moves_rows || (warp == 2 && params.comm_clusters == 0)) {
+    ptx::registers_decrease<kProducerRegisters>();
+    if (only_moves_rows || (warp >= 2 && params.comm_clusters == 0)) {
       run_communication(params, shared.context, lane);
     } else if (warp == 0) {
       if (lane == 0) run_producer(params, shared, cluster_rank);
     } else if (warp == 1) {
       if (lane == 0) Scheduler{params, shared, cluster_rank}.run();
-    } else if (warp == 3) {
-      run_epilogue(params, shared, lane);
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();

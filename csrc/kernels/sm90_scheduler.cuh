@@ -3,18 +3,14 @@
 #pragma once
 
 #include "../comm/sm90_wait.cuh"
-#include "../epilogue/sm90_staging.cuh"
 #include "../mma/sm90_pipeline.cuh"
 #include "sm90_params.cuh"
 
 namespace mok {
 
 constexpr int kThreads = 384;
-constexpr uint32_t kHelperRegisters = 104, kConsumerRegisters = 200;  // the helpers: all but the consumers
-// What a block starts with is what its warpgroups can share out.
-static_assert(kHelperRegisters + 2 * kConsumerRegisters <= 3 * (65536 / kThreads / 8 * 8), "registers of a block");
-constexpr int kStages = 3;
-constexpr int kSlots = 3;  // one tile in its epilogue, one in execution, one whose loads are under way
+constexpr uint32_t kProducerRegisters = 72, kConsumerRegisters = 216;
+constexpr int kSlots = 2;  // one tile in execution, one whose loads are under way
 
 enum class TileKind : int32_t { kExit, kGemm1, kGemm2, kReduce, kSkip };
 enum class Share : int32_t { kNone, kWeights, kRows };
@@ -35,18 +31,10 @@ struct Tile {
   int32_t bumps[2];
 };
 
-// What the epilogue needs of a row. Loaded while the tile is multiplied.
-union RowInfo {
-  float weight;    // gate/up GEMM: router weight
-  int64_t target;  // down GEMM: where the row goes, first column of the tile; 0: nowhere
-};
-
 struct Shared {
   uint8_t stages[kStages][kStageBytes];
-  uint8_t staging[kConsumerWarps][kStagedBytes];
-  PipelineBarriers<kStages> pipeline;
-  uint64_t staged_full[kConsumerWarps], staged_empty[kConsumerWarps];
-  RowInfo rows[kBlockRows];  // of the tile in its epilogue
+  uint8_t staging[kConsumerWarps][4096];
+  PipelineBarriers pipeline;
   uint64_t tile_full[kSlots], tile_loaded[kSlots], tile_stored[kSlots];
   uint64_t ticket_full[kSlots], ticket_empty[kSlots];
   int64_t tickets[kSlots];
@@ -58,8 +46,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 
-// Takes tickets, waits for what tiles depend on, publishes them, and announces what the epilogue warp has stored: the fence before an
-// announcement waits for those stores, so it must not stand in its way. Whatever the scheduler waits for, it announces meanwhile.
+// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored: the fence before an announcement
+// waits for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
 struct Scheduler {
   const ForwardParams& params;
   Shared& shared;
@@ -86,13 +74,6 @@ struct Scheduler {
     }
     const uint32_t slot = published % kSlots;
     ptx::barrier_wait(ptx::smem_address(&shared.tile_loaded[slot]), (published / kSlots & 1) ^ 1);
-  }
-
-  // Until the loads of the last tile but one are under way, so that it is in execution or next.
-  __device__ void wait_loaded() {
-    if (published < 2) return;
-    const uint32_t tile = published - 2;
-    while (!ptx::barrier_test(ptx::smem_address(&shared.tile_loaded[tile % kSlots]), tile / kSlots & 1)) announce_stored();
   }
 
   __device__ int32_t iterations_of(const TaskRecord& task) const {
@@ -150,9 +131,8 @@ struct Scheduler {
   __device__ int64_t take_tickets(uint32_t turn) {
     const uint32_t at = turn % kSlots, turn_phase = turn / kSlots & 1;
     if (rank == 0) {
-      // A ticket in hand that waits would idle at the end: none is taken while two tiles wait to be executed.
+      // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
       wait_slot();
-      wait_loaded();
       const int64_t ticket = pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
       while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
       ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);

@@ -37,9 +37,9 @@ __device__ __forceinline__ void issue_stage(float (&accumulators)[128], uint32_t
 
 // accumulators (+)= A[64 rows of `warpgroup`] * B over `iterations` >= 1 stages; from zero unless `kAccumulate`. The first stage stands before
 // the loop: registers that other instructions define must not enter a loop in which products are in flight.
-template <Major kMajorA, Major kMajorB, bool kAccumulate, typename State>
+template <Major kMajorA, Major kMajorB, bool kAccumulate>
 __device__ __forceinline__ void multiply_operands(float (&accumulators)[128], uint32_t stages, uint32_t full_barriers, uint32_t empty_barriers,
-                                                  State& at, int iterations, uint32_t warpgroup, uint32_t lane) {
+                                                  PipelineState& at, int iterations, uint32_t warpgroup, uint32_t lane) {
   ptx::barrier_wait(full_barriers + at.stage * 8, at.phase);
   issue_stage<kMajorA, kMajorB>(accumulators, stages + at.stage * kStageBytes, warpgroup, kAccumulate);
   uint32_t previous = at.stage;

@@ -9,6 +9,7 @@
 
 namespace mok {
 
+constexpr int kStages = 4;
 constexpr int kStageK = 64;
 constexpr uint32_t kHalfABytes = 64 * kStageK * 2;   // 64 rows: what one warpgroup multiplies
 constexpr uint32_t kHalfBBytes = 128 * kStageK * 2;  // 128 rows of B
@@ -18,14 +19,12 @@ constexpr uint32_t kStageBytes = kABytes + kBBytes;
 constexpr int kConsumerWarps = 8;
 constexpr int kClusterSize = 2;
 
-template <int kStages>
 struct PipelineBarriers {
   uint64_t full[kStages];
   uint64_t empty[kStages];
 };
 
 // Position of one role in the ring of stages.
-template <int kStages>
 struct PipelineState {
   uint32_t stage = 0;
   uint32_t phase = 0;
@@ -51,8 +50,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty_barriers, uint32_t 
 }
 
 // Walk `iterations` stages without a product: for a CTA whose partner computes, or a warpgroup whose rows are all padding.
-template <typename State>
-__device__ __forceinline__ void drain_stages(uint32_t full_barriers, uint32_t empty_barriers, State& at, int iterations, uint32_t lane) {
+__device__ __forceinline__ void drain_stages(uint32_t full_barriers, uint32_t empty_barriers, PipelineState& at, int iterations, uint32_t lane) {
   for (int k = 0; k < iterations; ++k) {
     ptx::barrier_wait(full_barriers + at.stage * 8, at.phase);
     release_stage(empty_barriers, at.stage, lane);
@@ -61,9 +59,8 @@ __device__ __forceinline__ void drain_stages(uint32_t full_barriers, uint32_t em
 }
 
 // accumulators = A[64 rows of `warpgroup`] * B^T over `iterations` stages.
-template <typename State>
 __device__ __forceinline__ void multiply_stages(float (&accumulators)[128], uint32_t stages, uint32_t full_barriers, uint32_t empty_barriers,
-                                                State& at, int iterations, uint32_t warpgroup, uint32_t lane) {
+                                                PipelineState& at, int iterations, uint32_t warpgroup, uint32_t lane) {
   uint32_t previous = 0;
   for (int k = 0; k < iterations; ++k) {
     ptx::barrier_wait(full_barriers + at.stage * 8, at.phase);

@@ -238,13 +238,6 @@ __device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t valu
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Hides from the compiler that a value is the same for all tiles: what an epilogue computes from it would be kept in registers across the
-// products.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // ---- arithmetic --------------------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2(float x) {
