@@ -40,9 +40,7 @@ def _version_pair(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def check_build_fits(
-    info: dict[str, Any], *, torch_version: str, torch_cuda: str | None, cxx11_abi: bool, machine: str
-) -> None:
+def check_build_fits(info: dict[str, Any], *, torch_version: str, torch_cuda: str | None, cxx11_abi: bool, machine: str) -> None:
     """Compare a build record with the torch and machine that would load the library.
 
     One library serves every torch from `minimum_torch` on (stable ABI). The kernels carry their own CUDA runtime, which must be of the major
@@ -53,17 +51,9 @@ def check_build_fits(
     """
     faults = []
     if _version_pair(torch_version) < _version_pair(info["minimum_torch"]):
-        faults.append(
-            f"torch: built for >= {info['minimum_torch']} (headers of {info['torch']}), found {torch_version}"
-        )
-    if (
-        info["cuda"] is not None
-        and torch_cuda is not None
-        and _version_pair(info["cuda"])[0] != _version_pair(torch_cuda)[0]
-    ):
-        faults.append(
-            f"CUDA: kernels built with toolkit {info['cuda']}, found torch for CUDA {torch_cuda} (majors must agree)"
-        )
+        faults.append(f"torch: built for >= {info['minimum_torch']} (headers of {info['torch']}), found {torch_version}")
+    if info["cuda"] is not None and torch_cuda is not None and _version_pair(info["cuda"])[0] != _version_pair(torch_cuda)[0]:
+        faults.append(f"CUDA: kernels built with toolkit {info['cuda']}, found torch for CUDA {torch_cuda} (majors must agree)")
     if info["cxx11_abi"] != cxx11_abi:
         faults.append(f"C++ ABI: built with cxx11_abi={info['cxx11_abi']}, found torch with cxx11_abi={cxx11_abi}")
     if info["machine"] != machine:

@@ -52,9 +52,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: mok-megatron doctor -- pretrain_gpt.py --num-experts 8 --swiglu --disable-bias-linear",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "megatron_command", nargs="*", metavar="-- SCRIPT FLAGS", help="a Megatron command line to judge, script first"
-    )
+    parser.add_argument("megatron_command", nargs="*", metavar="-- SCRIPT FLAGS", help="a Megatron command line to judge, script first")
     parser.set_defaults(run=_doctor)
 
 

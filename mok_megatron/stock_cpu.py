@@ -84,9 +84,7 @@ class _Stream:
 class _CudaMeansCpu(TorchFunctionMode):
     """Sends what Megatron-Core allocates on the literal device ``'cuda'`` to the CPU."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]

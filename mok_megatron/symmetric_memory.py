@@ -79,9 +79,7 @@ def map_host_buffers(shape: WorkspaceShape, group: Any, rank: int, timeout_secon
     return [SymmetricBuffers.from_memory(shape, memory) for memory in maps]
 
 
-def map_device_buffers(
-    shape: WorkspaceShape, group: Any, rank: int, device: torch.device, timeout_seconds: float
-) -> list[SymmetricBuffers]:
+def map_device_buffers(shape: WorkspaceShape, group: Any, rank: int, device: torch.device, timeout_seconds: float) -> list[SymmetricBuffers]:
     """Every rank's buffers as this GPU's kernels address them; flags are zero. No multicast mapping is made or used.
 
     Raises:

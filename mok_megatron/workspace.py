@@ -125,7 +125,7 @@ class MoKWorkspace:
         Raises:
             MoKArgumentError: it has others, or is no config.
         """
-        if config is self._good_config:  # configs are frozen
+        if config is not None and config is self._good_config:  # configs are frozen
             return
         if not isinstance(config, MoKConfig):
             raise MoKArgumentError(f"config={config!r}: must be a MoKConfig")

@@ -101,7 +101,6 @@ class CudaClock:
         del result  # not before the end of the call: freeing may cost host time
         return Reading(self._start.elapsed_time(self._end), host_us)
 
-
     def time_host(self, call: Callable[[], Any]) -> float:
         """Host microseconds a call, of several in a row behind a busy device: what a training step pays, whose host runs ahead.
 

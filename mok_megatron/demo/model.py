@@ -64,9 +64,7 @@ def build_model(settings: DemoSettings, dispatcher: str, device: str) -> Distrib
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=settings.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"
-        ),
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=settings.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"),
         vocab_size=settings.vocab_size,
         max_sequence_length=settings.seq_length,
         position_embedding_type="rope",
@@ -147,9 +145,7 @@ def batches(settings: DemoSettings, device: str) -> Iterator[dict[str, torch.Ten
         create_attention_mask=True,
         tokenizer=tokenizer,
     )
-    dataset, _, _ = BlendedMegatronDatasetBuilder(
-        MockGPTDataset, [samples, None, None], lambda: True, config
-    ).build()
+    dataset, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [samples, None, None], lambda: True, config).build()
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_size=settings.micro_batch_size,

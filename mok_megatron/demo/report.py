@@ -46,8 +46,7 @@ def summarise(settings: dict[str, Any], machine: dict[str, Any], runs: dict[str,
                 failures.append(f"run {name}, layer {layer['number']}: asked for {run['backend']}, {layer['class']} ran")
     if not difference <= limit:
         failures.append(
-            f"MoK's loss is up to {difference:.3e} away from AllToAll's, more than {ALLOWED_MULTIPLE_OF_FLOOR:g} times "
-            f"the floor of {floor:.3e}"
+            f"MoK's loss is up to {difference:.3e} away from AllToAll's, more than {ALLOWED_MULTIPLE_OF_FLOOR:g} times the floor of {floor:.3e}"
         )
     return {
         "passed": not failures,
@@ -96,8 +95,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         "|---|---|",
         f"| MoK to AllToAll | {report['largest_loss_difference']:.3e} |",
         f"| floor: AllGather to AllToAll, both Megatron's own | {report['floor_between_dispatchers']:.3e} |",
-        "| floor: AllToAll, input embedding moved by one unit in the last place | "
-        f"{report['floor_inputs_moved_by_one_ulp']:.3e} |",
+        f"| floor: AllToAll, input embedding moved by one unit in the last place | {report['floor_inputs_moved_by_one_ulp']:.3e} |",
         f"| allowed: {ALLOWED_MULTIPLE_OF_FLOOR:g} times the larger floor | {report['limit']:.3e} |",
         "",
         "For information, the largest relative difference of the gradient norm to AllToAll's: "

@@ -126,8 +126,7 @@ def _require_packages() -> None:
     missing = [package for module, package in needed.items() if not _is_installed(module)]
     if missing:
         raise MoKUnsupportedError(
-            f"the demo needs {' and '.join(missing)}, not installed here; install mok-megatron with its extra: "
-            "pip install '.[demo]'"
+            f"the demo needs {' and '.join(missing)}, not installed here; install mok-megatron with its extra: pip install '.[demo]'"
         )
 
 

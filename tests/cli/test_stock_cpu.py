@@ -107,9 +107,7 @@ def test_a_gpt_model_trains_at_ep_2(alltoall: list[list[float]]) -> None:
 
 
 @pytest.mark.parametrize(("dispatcher", "recompute"), [("allgather", ""), ("alltoall", "full"), ("alltoall", "moe")])
-def test_dispatchers_and_recomputation_agree(
-    pool: RankPool, alltoall: list[list[float]], dispatcher: str, recompute: str
-) -> None:
+def test_dispatchers_and_recomputation_agree(pool: RankPool, alltoall: list[list[float]], dispatcher: str, recompute: str) -> None:
     for own, expected in zip(pool.run(losses, dispatcher, recompute), alltoall, strict=True):
         # Two routes a token: the sum of two terms has one order only, so the dispatchers agree to fp32 rounding.
         assert own == pytest.approx(expected, rel=1e-5)

@@ -433,9 +433,7 @@ class Simulator:
 def reference(shape: WorkspaceShape, layers: Sequence[Layer]) -> list[dict[str, torch.Tensor]]:
     """Results of the global batch on one rank, one worker, tasks in the total order: the bits that every interleaving must give."""
     tokens = layers[0].x.shape[0]
-    single = WorkspaceShape(
-        1, tokens, shape.hidden_size, shape.topk, shape.num_experts, shape.intermediate_size, shape.dtype
-    )
+    single = WorkspaceShape(1, tokens, shape.hidden_size, shape.topk, shape.num_experts, shape.intermediate_size, shape.dtype)
     program = [Call(kind, layer) for layer in range(len(layers)) for kind in (CallKind.SCHEDULE, CallKind.FORWARD, CallKind.BACKWARD)]
     simulator = Simulator(single, [tokens], layers, program, seed=0, pick=lambda _, ready: min(ready, key=lambda e: e[1].order), max_workers=1)
     return [results.tensors for results in simulator.run()[0]]
