@@ -352,6 +352,16 @@ def starved_kind(kind: TaskKind) -> Picker:
     return pick
 
 
+def reversed_kind(kind: TaskKind) -> Picker:
+    """Tasks of a kind come last, and the latest of them first: each overtakes every earlier one that it does not wait for."""
+
+    def pick(rng: random.Random, ready: list[tuple[Rank, Worker]]) -> tuple[Rank, Worker]:
+        others = [entry for entry in ready if entry[1].kind != kind]
+        return rng.choice(others) if others else latest_first(rng, ready)
+
+    return pick
+
+
 class Simulator:
     """All ranks of a group in one process.
 

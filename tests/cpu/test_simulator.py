@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from .simulator import (
     random_order,
     random_routes,
     reference,
+    reversed_kind,
     starved,
     starved_kind,
     starved_workers,
@@ -59,8 +60,8 @@ def _one_thread():
 
 def pickers(ep_size: int) -> list[Picker]:
     ranks = range(ep_size)
-    kinds = [TaskKind.DGRAD1, TaskKind.WGRAD13]
-    return [random_order, latest_first, starved_workers, *map(starved_kind, kinds), *map(starved, ranks), *map(favoured, ranks)]
+    kinds = [starved_kind(TaskKind.DGRAD1), starved_kind(TaskKind.WGRAD13), reversed_kind(TaskKind.WGRAD13)]
+    return [random_order, latest_first, starved_workers, *kinds, *map(starved, ranks), *map(favoured, ranks)]
 
 
 def make_shape(ep_size: int, tokens: Sequence[int], topk: int = 2, num_local_experts: int = 3, **sizes: object) -> WorkspaceShape:
@@ -307,28 +308,28 @@ def straddling_problem():
 PROGRAM_OF_ONE = [Call(SCHEDULE, 0), Call(FORWARD, 0), Call(BACKWARD, 0)]
 
 
-def stream_faults_found(problem, change, seed) -> list[str]:
+def stream_faults(problem, change, seed, repeats) -> Iterator[str]:
+    """Faults in runs of every picker, `repeats` times, as they are found."""
     shape, tokens, layers, wanted = problem
-    found = []
-    for pick in pickers(shape.ep_size):
-        for repeat in range(4):
+    for repeat in range(repeats):
+        for pick in pickers(shape.ep_size):
             try:
                 simulator = Simulator(
                     shape, tokens, layers, PROGRAM_OF_ONE, seed=seed + repeat, pick=pick, max_workers=8, pass_class=stream_fault(change)
                 )
                 check_results(simulator.run(), wanted)
             except SimulationError as error:
-                found.append(str(error))
-    return found
+                yield str(error)
 
 
 def test_the_unchanged_stream_has_no_fault(straddling_problem, seed):
-    assert stream_faults_found(straddling_problem, lambda task: task, seed) == []
+    assert list(stream_faults(straddling_problem, lambda task: task, seed, 4)) == []
 
 
 @pytest.mark.parametrize("kind, index", RING_WAITS.values(), ids=RING_WAITS.keys())
 def test_a_missing_wait_is_found(straddling_problem, kind, index, seed):
-    assert stream_faults_found(straddling_problem, _without_waits(kind, index), seed)
+    # The rarest, WGRAD13's earlier rows, shows in three of four repeats of all pickers.
+    assert next(stream_faults(straddling_problem, _without_waits(kind, index), seed, 16), None)
 
 
 def test_a_counter_raised_too_often_or_never_reached_is_found(straddling_problem, seed):
@@ -338,8 +339,8 @@ def test_a_counter_raised_too_often_or_never_reached_is_found(straddling_problem
     def never(task):
         return dataclasses.replace(task, bumps=()) if task.kind == TaskKind.DGRAD2 and task.tile_n == 0 else task
 
-    assert stream_faults_found(straddling_problem, twice, seed)
-    assert any("deadlock" in text for text in stream_faults_found(straddling_problem, never, seed))
+    assert next(stream_faults(straddling_problem, twice, seed, 4), None)
+    assert any("deadlock" in text for text in stream_faults(straddling_problem, never, seed, 4))
 
 
 def test_ranks_that_run_different_passes_are_told(seed):
