@@ -154,6 +154,8 @@ def _worker(conn: Connection, rank: int, world_size: int, folder: str, env: dict
     if code == 0 and one_shot:
         dist.destroy_process_group()
         sys.exit(0)
+    for child in multiprocessing.active_children():
+        child.terminate()  # Megatron's checkpoint writer leaves one, and nobody else would end it
     os._exit(code)
 
 

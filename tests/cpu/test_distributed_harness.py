@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 
@@ -40,6 +41,22 @@ def _pid(rank: int) -> int:
     return os.getpid()
 
 
+def _leave_a_child(rank: int) -> int:
+    multiprocessing.current_process()._config["daemon"] = False
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=False)
+    child.start()
+    return child.pid
+
+
+def _is_gone(pid: int) -> bool:
+    """Ended; who inherits an ended process may be slow to collect it."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 def test_values_come_back_in_rank_order() -> None:
     results = run_ranks(_sum, 2, 10)
     assert [r.tolist() for r in results] == [[21.0, 21.0]] * 2 and results[0].dtype == torch.bfloat16
@@ -74,3 +91,16 @@ def test_pool_survives_a_hang_and_a_death() -> None:
         assert pool.run(_sum, 0)[1].tolist() == [1.0, 1.0]
     finally:
         pool.close()
+
+
+def test_processes_that_ranks_started_end_with_the_pool() -> None:
+    pool = RankPool(2)
+    try:
+        children = pool.run(_leave_a_child)
+        assert not any(map(_is_gone, children))
+    finally:
+        pool.close()
+    deadline = time.monotonic() + 10
+    while not all(map(_is_gone, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert all(map(_is_gone, children))
