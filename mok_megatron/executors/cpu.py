@@ -70,10 +70,7 @@ class CounterWaits:
     task: Task
 
     def ready(self) -> bool:
-        return all(
-            all(value >= wait.target for value in self.counters[wait.first : wait.first + wait.count])
-            for wait in self.task.waits
-        )
+        return all(all(value >= wait.target for value in self.counters[wait.first : wait.first + wait.count]) for wait in self.task.waits)
 
 
 def _silu_parts(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,9 +290,7 @@ class CpuPass:
         up_cols = slice(self.inner + cols.start, self.inner + cols.stop)
         dh = _fp32(rings.dy[rows]) @ _fp32(self.inputs.w2[task.expert][:, cols])
         weights = rings.router_weights[rows]
-        h, d_gate, d_up, d_weights = activation_grad(
-            _fp32(gate_up[rows, cols]), _fp32(gate_up[rows, up_cols]), weights, dh
-        )
+        h, d_gate, d_up, d_weights = activation_grad(_fp32(gate_up[rows, cols]), _fp32(gate_up[rows, up_cols]), weights, dh)
         yield None
         rings.activation[rows, cols] = h.to(dtype)
         rings.d_gate_up[rows, cols] = d_gate.to(dtype)
