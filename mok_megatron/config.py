@@ -121,6 +121,23 @@ class MoKConfig:
         if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT_SECONDS:
             raise MoKArgumentError(f"timeout_seconds={self.timeout_seconds}: must be positive and at most {LONGEST_TIMEOUT_SECONDS} (a week)")
 
+    def check_sms(self, num_sms: int) -> None:
+        """Refuse what leaves a pass no SMs for its products on a GPU of ``num_sms``.
+
+        Raises:
+            MoKArgumentError: sm_reserve and fwd_num_comm_sms leave none, or bwd_num_comm_sms asks for SMs that only move rows.
+        """
+        if self.bwd_num_comm_sms:
+            raise MoKArgumentError(
+                f"bwd_num_comm_sms={self.bwd_num_comm_sms}: must be 0 or None: on GPUs, warps of every SM move the rows of a backward pass"
+            )
+        # Blocks of the kernels come in clusters of two.
+        moving = -(-(self.fwd_num_comm_sms or 0) // 2) * 2
+        if moving >= (num_sms - self.sm_reserve) // 2 * 2:
+            raise MoKArgumentError(
+                f"fwd_num_comm_sms={self.fwd_num_comm_sms}, sm_reserve={self.sm_reserve}: must leave a pair of the GPU's {num_sms} SMs"
+            )
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "MoKConfig":
         """Config from a mapping of knob names; an unknown name is an error."""

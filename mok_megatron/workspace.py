@@ -120,10 +120,10 @@ class MoKWorkspace:
             self.failure = error
 
     def check_config(self, config: object) -> None:
-        """A call's config must have the sizes that this workspace was made with.
+        """A call's config must have the sizes that this workspace was made with, and leave SMs for the products.
 
         Raises:
-            MoKArgumentError: it has others, or is no config.
+            MoKArgumentError: it has others, leaves none, or is no config.
         """
         if config is not None and config is self._good_config:  # configs are frozen
             return
@@ -132,6 +132,8 @@ class MoKWorkspace:
         for name in ("minibatch_size", "macrobatch_size", "schedule_capacity_multiplier"):
             if getattr(config, name) != getattr(self.shape, name):
                 raise MoKArgumentError(f"config.{name}={getattr(config, name)}: the workspace was made with {getattr(self.shape, name)}")
+        if self.executor is not None:
+            config.check_sms(self.executor.num_sms)
         self._good_config = config
 
     def check_usable(self) -> None:
@@ -265,6 +267,8 @@ def get_workspace(
         if not isinstance(config, MoKConfig):
             raise MoKArgumentError(f"config={config!r}: must be a MoKConfig")
         device = _usable_device(device, dtype)
+        if device.type == "cuda":
+            config.check_sms(torch.cuda.get_device_properties(device).multi_processor_count)
         shape = WorkspaceShape(
             1 if group is None else dist.get_world_size(group),
             *map(_plain_int, (num_local_tokens, hidden_size, topk, num_local_experts, intermediate_size)),

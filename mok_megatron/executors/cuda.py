@@ -222,7 +222,7 @@ class CudaExecutor:
             code = self._library.mok_sm90_load()
         if code != 0:
             raise MoKError(f"the kernels cannot be loaded on {self.device}: CUDA error {code}")
-        self._sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         blocks = shape.capacity_rows // BLOCK_ROWS
         experts = shape.num_local_experts
 
@@ -338,13 +338,7 @@ class CudaExecutor:
         num_comm_sms: int = 0,
         sm_reserve: int = 0,
     ) -> torch.Tensor:
-        """y [T, H] of contiguous bf16 x [T, H], fp32 router_weights [T, K]; weights contiguous per expert. Fills `context` where given.
-
-        Raises:
-            MoKArgumentError: no SMs are left for the products.
-        """
-        if (num_comm_sms + 1) // 2 * 2 >= (self._sms - sm_reserve) // 2 * 2:
-            raise MoKArgumentError(f"fwd_num_comm_sms={num_comm_sms}, sm_reserve={sm_reserve}: must leave a pair of the GPU's {self._sms} SMs")
+        """y [T, H] of contiguous bf16 x [T, H], fp32 router_weights [T, K]; weights contiguous per expert. Fills `context` where given."""
         y = torch.empty_like(x)
         block = self._forward
         self._write_forward_tokens(schedule.num_tokens)

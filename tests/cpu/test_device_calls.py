@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mok_megatron import MoKArgumentError, MoKError, functional, known_tensors
+from mok_megatron import MoKArgumentError, MoKConfig, MoKError, functional, known_tensors
 from mok_megatron.autograd import PlainWeights, routed_experts
 from mok_megatron.protocol import FATAL_RECORD, CallKind, PassTag
 from mok_megatron.schedule import MoKSchedule
@@ -303,6 +303,26 @@ def test_rows_that_do_not_lie_on_16_bytes_are_moved(device: StubDevice, seed: in
     assert odd.data_ptr() % 16
     functional.forward(device.config, device.workspace, schedule, odd, o["router_weights"], o["w13"], o["w2"])
     assert device.last.words["x"] % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("knobs", "rule"),
+    [
+        ({"bwd_num_comm_sms": 24}, "bwd_num_comm_sms=24: must be 0 or None"),
+        ({"sm_reserve": 131}, "sm_reserve=131: must leave a pair of the GPU's 132 SMs"),
+        ({"fwd_num_comm_sms": 99, "sm_reserve": 32}, "fwd_num_comm_sms=99, sm_reserve=32: must leave a pair"),
+    ],
+)
+def test_a_config_that_leaves_no_sms_is_refused(device: StubDevice, knobs: dict[str, int], rule: str) -> None:
+    with pytest.raises(MoKArgumentError, match=rule):
+        functional.build_schedule(device.workspace, MoKConfig(**knobs), _routes())
+    assert not device.library.launches
+
+
+@pytest.mark.parametrize("knobs", [{"bwd_num_comm_sms": 0}, {"sm_reserve": 130}, {"fwd_num_comm_sms": 97, "sm_reserve": 32}])
+def test_a_config_that_leaves_sms_is_not_refused(device: StubDevice, knobs: dict[str, int]) -> None:
+    functional.build_schedule(device.workspace, MoKConfig(**knobs), _routes())
+    assert device.library.launches
 
 
 def test_calls_are_found_by_number(device: StubDevice) -> None:
