@@ -190,7 +190,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     if (warp == 0) {
       if (lane == 0) run_producer(params, shared, cluster_rank);
     } else if (warp == 1) {
-      if (lane == 0) Scheduler{params, shared, cluster_rank}.run();
+      if (lane == 0) BackwardScheduler{{params, shared, cluster_rank}}.run();
     } else {
       run_backward_communication(params, shared.context, lane);
     }

@@ -1,15 +1,13 @@
 // What the warps of the backward megakernel hand to each other, and the warp that takes tickets.
 #pragma once
 
-#include "../comm/sm90_wait.cuh"
 #include "../epilogue/sm90_weight_grad.cuh"
 #include "../mma/sm90_operands.cuh"
 #include "sm90_backward_params.cuh"
+#include "sm90_tickets.cuh"
 
 namespace mok {
 namespace {
-
-constexpr int kSlots = 2;  // one tile in execution, one whose loads are under way
 
 enum class TileKind : int32_t { kExit, kSkip, kReduce, kNothing, kZero, kGemm1, kDgrad2, kDgrad1, kWgrad2, kWgrad13 };
 enum class Share : int32_t { kNone, kB, kA };
@@ -35,15 +33,7 @@ struct Tile {
   float* scratch;
 };
 
-struct Shared {
-  uint8_t stages[kStages][kStageBytes];
-  uint8_t staging[kConsumerWarps][4096];
-  PipelineBarriers pipeline;
-  uint64_t tile_full[kSlots], tile_loaded[kSlots], tile_stored[kSlots];
-  uint64_t ticket_full[kSlots], ticket_empty[kSlots];
-  int64_t tickets[kSlots];
-  Tile tiles[kSlots];
-  WaitContext context;
+struct Shared : TileSlots<Tile> {
   uint32_t last;
 };
 constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
@@ -53,32 +43,12 @@ __device__ __forceinline__ bool of_second_matrix(const BackwardRecord& task) {
   return task.kind == TaskKind::kWgrad2 || (task.kind == TaskKind::kZero && task.block == 0);
 }
 
-// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored, as in the forward.
-struct Scheduler {
-  const BackwardParams& params;
-  Shared& shared;
-  uint32_t rank;  // in the cluster
-  uint32_t published = 0, announced = 0;
+struct BackwardScheduler : Scheduler<BackwardScheduler, BackwardParams, Shared, Tile> {
+  using Held = const BackwardRecord&;
+  static constexpr int kUnroll = 1;
+  static constexpr unsigned kSlotPause = 0;
+
   int32_t waited_expert = -1, waited_macrobatch = -1;  // weight gradients of these have been waited for
-
-  __device__ void announce_stored() {
-    if (announced == published) return;
-    const uint32_t slot = announced % kSlots;
-    if (!ptx::barrier_test(ptx::smem_address(&shared.tile_stored[slot]), announced / kSlots & 1)) return;
-    const Tile& tile = shared.tiles[slot];
-    // The second counter stands for rows pushed to peers.
-    if (tile.bumps[1] >= 0 && params.shape.ep_size > 1) __threadfence_system();
-    if (tile.bumps[0] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[0], kTaskUnits);
-    if (tile.bumps[1] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[1], kTaskUnits);
-    ++announced;
-  }
-
-  // Until the slot of the next tile is free.
-  __device__ void wait_slot() {
-    while (published - announced == kSlots) announce_stored();
-    const uint32_t slot = published % kSlots;
-    ptx::barrier_wait(ptx::smem_address(&shared.tile_loaded[slot]), (published / kSlots & 1) ^ 1);
-  }
 
   __device__ int64_t grad_of(const BackwardRecord& task) const {
     return of_second_matrix(task) ? params.grads2[task.expert] : params.grads13[task.expert];
@@ -97,23 +67,6 @@ struct Scheduler {
       default:
         return 0;
     }
-  }
-
-  __device__ void publish(const Tile& tile) {
-    wait_slot();
-    const uint32_t slot = published % kSlots;
-    shared.tiles[slot] = tile;
-    ptx::barrier_arrive(ptx::smem_address(&shared.tile_full[slot]));
-    ++published;
-  }
-
-  __device__ void publish_skip(int32_t iterations) {
-    if (iterations == 0) return;
-    Tile tile = {};
-    tile.kind = TileKind::kSkip;
-    tile.bumps[0] = tile.bumps[1] = -1;
-    tile.iterations = iterations;
-    publish(tile);
   }
 
   __device__ bool wait_for(const BackwardRecord& task) {
@@ -189,24 +142,6 @@ struct Scheduler {
     publish(tile);
   }
 
-  // The pair of tickets (first, first + 1) of the cluster, or a number beyond the last.
-  __device__ int64_t take_tickets(uint32_t turn) {
-    const uint32_t at = turn % kSlots, turn_phase = turn / kSlots & 1;
-    if (rank == 0) {
-      // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
-      wait_slot();
-      const int64_t ticket = pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
-      while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
-      ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
-      ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);
-      return ticket;
-    }
-    while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_full[at]), turn_phase)) announce_stored();
-    const int64_t ticket = *reinterpret_cast<volatile int64_t*>(&shared.tickets[at]);
-    ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_empty[at]), 0);
-    return ticket;
-  }
-
   __device__ static Share share_of(const BackwardRecord& one, const BackwardRecord& other) {
     const bool weights = one.kind == TaskKind::kWgrad2 || one.kind == TaskKind::kWgrad13;
     if (one.kind == TaskKind::kReduce || one.kind == TaskKind::kZero || one.expert != other.expert) return Share::kNone;
@@ -242,25 +177,6 @@ struct Scheduler {
     tile.kind = TileKind::kExit;
     publish(tile);
     while (announced != tiles) announce_stored();
-  }
-};
-
-// Next tile of a role, and the barriers by which the role says that it is through with a slot.
-struct TileReader {
-  uint32_t full, through;  // addresses of the slots' barriers
-  uint32_t slot = 0, phase = 0;
-
-  __device__ __forceinline__ uint32_t next() {
-    ptx::barrier_wait(full + slot * 8, phase);
-    return slot;
-  }
-
-  __device__ __forceinline__ void advance(bool arrive) {
-    if (arrive) ptx::barrier_arrive(through + slot * 8);
-    if (++slot == kSlots) {
-      slot = 0;
-      phase ^= 1;
-    }
   }
 };
 

@@ -24,27 +24,6 @@ namespace {
 
 static_assert(kBlockRows == 128 && kGateUpCols == 128 && kHiddenCols == 256, "the tile of the kernel");
 
-// Next tile of a role, and the barriers by which the role says that it is through with a slot.
-struct TileReader {
-  uint32_t full, through;  // addresses of the slots' barriers
-  uint32_t slot = 0, phase = 0;
-
-  __device__ __forceinline__ uint32_t next() {
-    ptx::barrier_wait(full + slot * 8, phase);
-    return slot;
-  }
-
-  __device__ __forceinline__ bool ready() const { return ptx::barrier_test(full + slot * 8, phase); }
-
-  __device__ __forceinline__ void advance(bool arrive) {
-    if (arrive) ptx::barrier_arrive(through + slot * 8);
-    if (++slot == kSlots) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared& shared, uint32_t cluster_rank) {
   const uint32_t stages = ptx::smem_address(shared.stages);
   const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
@@ -262,7 +241,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     } else if (warp == 0) {
       if (lane == 0) run_producer(params, shared, cluster_rank);
     } else if (warp == 1) {
-      if (lane == 0) Scheduler{params, shared, cluster_rank}.run();
+      if (lane == 0) ForwardScheduler{{params, shared, cluster_rank}}.run();
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();

@@ -2,15 +2,13 @@
 // stored.
 #pragma once
 
-#include "../comm/sm90_wait.cuh"
-#include "../mma/sm90_pipeline.cuh"
 #include "sm90_params.cuh"
+#include "sm90_tickets.cuh"
 
 namespace mok {
 
 constexpr int kThreads = 384;
 constexpr uint32_t kProducerRegisters = 72, kConsumerRegisters = 216;
-constexpr int kSlots = 2;  // one tile in execution, one whose loads are under way
 
 enum class TileKind : int32_t { kExit, kGemm1, kGemm2, kReduce, kSkip };
 enum class Share : int32_t { kNone, kWeights, kRows };
@@ -31,50 +29,17 @@ struct Tile {
   int32_t bumps[2];
 };
 
-struct Shared {
-  uint8_t stages[kStages][kStageBytes];
-  uint8_t staging[kConsumerWarps][4096];
-  PipelineBarriers pipeline;
-  uint64_t tile_full[kSlots], tile_loaded[kSlots], tile_stored[kSlots];
-  uint64_t ticket_full[kSlots], ticket_empty[kSlots];
-  int64_t tickets[kSlots];
-  Tile tiles[kSlots];
-  WaitContext context;
+struct Shared : TileSlots<Tile> {
   int64_t only_moves_rows;
   uint32_t last;
 };
 constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 
-// Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored: the fence before an announcement
-// waits for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
-struct Scheduler {
-  const ForwardParams& params;
-  Shared& shared;
-  uint32_t rank;  // in the cluster
-  uint32_t published = 0, announced = 0;
-
-  __device__ void announce_stored() {
-    if (announced == published) return;
-    const uint32_t slot = announced % kSlots;
-    if (!ptx::barrier_test(ptx::smem_address(&shared.tile_stored[slot]), announced / kSlots & 1)) return;
-    const Tile& tile = shared.tiles[slot];
-    // The second counter stands for rows pushed to peers.
-    if (tile.bumps[1] >= 0 && params.shape.ep_size > 1) __threadfence_system();
-    if (tile.bumps[0] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[0], kTaskUnits);
-    if (tile.bumps[1] >= 0) ptx::add_release_gpu(params.counters + tile.bumps[1], kTaskUnits);
-    ++announced;
-  }
-
-  // Until the slot of the next tile is free.
-  __device__ void wait_slot() {
-    while (published - announced == kSlots) {
-      announce_stored();
-      __nanosleep(32);
-    }
-    const uint32_t slot = published % kSlots;
-    ptx::barrier_wait(ptx::smem_address(&shared.tile_loaded[slot]), (published / kSlots & 1) ^ 1);
-  }
+struct ForwardScheduler : Scheduler<ForwardScheduler, ForwardParams, Shared, Tile> {
+  using Held = const TaskRecord;
+  static constexpr int kUnroll = 2;
+  static constexpr unsigned kSlotPause = 32;
 
   __device__ int32_t iterations_of(const TaskRecord& task) const {
     if (task.kind == TaskKind::kGemm1) return static_cast<int32_t>(params.shape.hidden / kStageK);
@@ -82,21 +47,9 @@ struct Scheduler {
     return 0;
   }
 
-  __device__ void publish(const Tile& tile) {
-    wait_slot();
-    const uint32_t slot = published % kSlots;
-    shared.tiles[slot] = tile;
-    ptx::barrier_arrive(ptx::smem_address(&shared.tile_full[slot]));
-    ++published;
-  }
-
-  __device__ void publish_skip(int32_t iterations) {
-    if (iterations == 0) return;
-    Tile tile = {};
-    tile.kind = TileKind::kSkip;
-    tile.bumps[0] = tile.bumps[1] = -1;
-    tile.iterations = iterations;
-    publish(tile);
+  __device__ static Share share_of(const TaskRecord& one, const TaskRecord& other) {
+    if (one.kind == TaskKind::kReduce || one.expert != other.expert) return Share::kNone;
+    return one.tile_n == other.tile_n ? Share::kWeights : one.block == other.block ? Share::kRows : Share::kNone;
   }
 
   __device__ void publish_task(const TaskRecord& task, Share share) {
@@ -125,24 +78,6 @@ struct Scheduler {
     tile.bumps[0] = task.bumps[0];
     tile.bumps[1] = task.bumps[1];
     publish(tile);
-  }
-
-  // The pair of tickets (first, first + 1) of the cluster, or a number beyond the last.
-  __device__ int64_t take_tickets(uint32_t turn) {
-    const uint32_t at = turn % kSlots, turn_phase = turn / kSlots & 1;
-    if (rank == 0) {
-      // The tile of this turn must have a place before tickets are taken: a ticket in hand that waits for a place would idle at the end.
-      wait_slot();
-      const int64_t ticket = pass_aborted(shared.context) ? INT64_MAX : static_cast<int64_t>(atomicAdd(&params.state->compute_ticket, 2u));
-      while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_empty[at]), turn_phase ^ 1)) announce_stored();
-      ptx::store_cluster(ptx::smem_address(&shared.tickets[at]), 1, ticket);
-      ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_full[at]), 1);
-      return ticket;
-    }
-    while (!ptx::barrier_test_cluster(ptx::smem_address(&shared.ticket_full[at]), turn_phase)) announce_stored();
-    const int64_t ticket = *reinterpret_cast<volatile int64_t*>(&shared.tickets[at]);
-    ptx::barrier_arrive_cluster(ptx::smem_address(&shared.ticket_empty[at]), 0);
-    return ticket;
   }
 
   __device__ void run() {
