@@ -1,4 +1,4 @@
-// What the warps of the backward megakernel hand to each other, and the warp that takes tickets.
+// What the warps of the backward megakernel hand to each other, and what its scheduler warp makes of a task: waits, and a tile.
 #pragma once
 
 #include "../epilogue/sm90_weight_grad.cuh"
@@ -44,8 +44,12 @@ __device__ __forceinline__ bool of_second_matrix(const BackwardRecord& task) {
 }
 
 struct BackwardScheduler : Scheduler<BackwardScheduler, BackwardParams, Shared, Tile> {
-  using Held = const BackwardRecord&;
-  static constexpr int kUnroll = 1;
+  // Left in memory: two records would take most of the thread's registers.
+  struct Pair {
+    const BackwardRecord &one, &other;
+    __device__ const BackwardRecord& operator[](int i) const { return i == 0 ? one : other; }
+  };
+  static constexpr bool kUnrolled = false;
   static constexpr unsigned kSlotPause = 0;
 
   int32_t waited_expert = -1, waited_macrobatch = -1;  // weight gradients of these have been waited for
@@ -147,36 +151,6 @@ struct BackwardScheduler : Scheduler<BackwardScheduler, BackwardParams, Shared, 
     if (one.kind == TaskKind::kReduce || one.kind == TaskKind::kZero || one.expert != other.expert) return Share::kNone;
     if (one.tile_n == other.tile_n) return Share::kB;
     return (weights ? one.tile_m == other.tile_m : one.block == other.block) ? Share::kA : Share::kNone;
-  }
-
-  __device__ void run() {
-    const int64_t total = params.totals->compute_tasks;
-    for (uint32_t turn = 0;; ++turn) {
-      const int64_t first = take_tickets(turn);
-      if (first >= total) break;
-      const int count = first + 1 < total ? 2 : 1;
-      const BackwardRecord& one = params.compute_records[first];
-      const BackwardRecord& other = params.compute_records[first + count - 1];
-      if (count == 2 && one.kind == other.kind) {
-        publish_task(rank == 0 ? one : other, share_of(one, other));
-        continue;
-      }
-      // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const BackwardRecord& task = i == 0 ? one : other;
-        if (i == static_cast<int>(rank)) {
-          publish_task(task, Share::kNone);
-        } else {
-          publish_skip(iterations_of(task));
-        }
-      }
-    }
-    const uint32_t tiles = published;
-    Tile tile = {};
-    tile.kind = TileKind::kExit;
-    publish(tile);
-    while (announced != tiles) announce_stored();
   }
 };
 

@@ -1,5 +1,4 @@
-// The forward megakernel's shared memory, and its scheduler warp: tickets, waits, tiles for the other warps, and announcements of what they
-// stored.
+// The forward megakernel's shared memory, and what its scheduler warp makes of a task: waits, and a tile for the other warps.
 #pragma once
 
 #include "sm90_params.cuh"
@@ -37,8 +36,12 @@ constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 
 struct ForwardScheduler : Scheduler<ForwardScheduler, ForwardParams, Shared, Tile> {
-  using Held = const TaskRecord;
-  static constexpr int kUnroll = 2;
+  // 64 bytes each, read at once.
+  struct Pair {
+    TaskRecord tasks[2];
+    __device__ const TaskRecord& operator[](int i) const { return tasks[i]; }
+  };
+  static constexpr bool kUnrolled = true;
   static constexpr unsigned kSlotPause = 32;
 
   __device__ int32_t iterations_of(const TaskRecord& task) const {
@@ -78,39 +81,6 @@ struct ForwardScheduler : Scheduler<ForwardScheduler, ForwardParams, Shared, Til
     tile.bumps[0] = task.bumps[0];
     tile.bumps[1] = task.bumps[1];
     publish(tile);
-  }
-
-  __device__ void run() {
-    const int64_t total = params.totals->compute_tasks;
-    for (uint32_t turn = 0;; ++turn) {
-      const int64_t first = take_tickets(turn);
-      if (first >= total) break;
-      const int count = first + 1 < total ? 2 : 1;
-      const TaskRecord tasks[2] = {params.compute_records[first], params.compute_records[first + count - 1]};
-      if (count == 2 && tasks[0].kind == tasks[1].kind) {
-        Share share = Share::kNone;
-        if (tasks[0].kind != TaskKind::kReduce && tasks[0].expert == tasks[1].expert) {
-          share = tasks[0].tile_n == tasks[1].tile_n ? Share::kWeights : tasks[0].block == tasks[1].block ? Share::kRows : Share::kNone;
-        }
-        publish_task(rank == 0 ? tasks[0] : tasks[1], share);
-        continue;
-      }
-      // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == count) break;
-        if (i == static_cast<int>(rank)) {
-          publish_task(tasks[i], Share::kNone);
-        } else {
-          publish_skip(iterations_of(tasks[i]));
-        }
-      }
-    }
-    const uint32_t tiles = published;
-    Tile tile = {};
-    tile.kind = TileKind::kExit;
-    publish(tile);
-    while (announced != tiles) announce_stored();
   }
 };
 

@@ -47,17 +47,15 @@ struct TileReader {
 // Takes tickets, waits for what tiles depend on, publishes them, and announces what the consumers have stored: the fence before an announcement
 // waits for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
 //
-// `Pass` derives from this and has, of a task: iterations_of(task), stages to walk; share_of(task, next task of the same kind), what the tiles
-// of a cluster have in common; publish_task(task, share), which waits and publishes. How it looks at records: `Held`, by value or by reference;
-// kUnroll, of the loop over two tasks that do not go together; kSlotPause, nanoseconds between two looks at a slot that is not free.
+// `Pass` derives from this and has, of a task: iterations_of(task), stages to walk; share_of(task, other) of two tasks of one kind, what the
+// cluster's tiles have in common; publish_task(task, share), which waits and publishes. And how it holds what it works on: `Pair`, two records,
+// copied or left in memory; kUnrolled, whether the two have code of their own; kSlotPause, nanoseconds between looks at a slot in use.
 template <typename Pass, typename Params, typename Shared, typename Tile>
 struct Scheduler {
   const Params& params;
   Shared& shared;
   uint32_t rank;  // in the cluster
   uint32_t published = 0, announced = 0;
-
-  __device__ Pass& pass() { return static_cast<Pass&>(*this); }
 
   __device__ void announce_stored() {
     if (announced == published) return;
@@ -117,29 +115,35 @@ struct Scheduler {
   }
 
   __device__ void run() {
-    using Held = typename Pass::Held;
     using Share = decltype(Tile::share);
+    Pass& pass = static_cast<Pass&>(*this);
     const int64_t total = params.totals->compute_tasks;
     for (uint32_t turn = 0;; ++turn) {
       const int64_t first = take_tickets(turn);
       if (first >= total) break;
       const int count = first + 1 < total ? 2 : 1;
-      Held one = params.compute_records[first];
-      Held other = params.compute_records[first + count - 1];
-      if (count == 2 && one.kind == other.kind) {
-        pass().publish_task(rank == 0 ? one : other, Pass::share_of(one, other));
+      const typename Pass::Pair tasks{params.compute_records[first], params.compute_records[first + count - 1]};
+      if (count == 2 && tasks[0].kind == tasks[1].kind) {
+        pass.publish_task(rank == 0 ? tasks[0] : tasks[1], Pass::share_of(tasks[0], tasks[1]));
         continue;
       }
       // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
-#pragma unroll Pass::kUnroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == count) break;
-        Held task = i == 0 ? one : other;
-        if (i == static_cast<int>(rank)) {
-          pass().publish_task(task, Share::kNone);
+      const auto in_turn = [&](bool mine, const auto& task) {
+        if (mine) {
+          pass.publish_task(task, Share::kNone);
         } else {
-          publish_skip(pass().iterations_of(task));
+          publish_skip(pass.iterations_of(task));
         }
+      };
+      if constexpr (Pass::kUnrolled) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (i == count) break;
+          in_turn(i == static_cast<int>(rank), tasks[i]);
+        }
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) in_turn(i == static_cast<int>(rank), tasks[i]);
       }
     }
     const uint32_t tiles = published;
