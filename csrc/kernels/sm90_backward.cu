@@ -6,22 +6,18 @@
 // multiply a 128 x 256 tile. Weights are read as they lie (K along their rows in a dgrad), and so are both operands of a weight gradient.
 #include <cuda_runtime.h>
 
-#include <atomic>
-
 #include "../comm/sm90_backward_dispatch.cuh"
 #include "sm90_backward_consumer.cuh"
 #include "sm90_backward_enter.cuh"
 #include "sm90_backward_scheduler.cuh"
 #include "sm90_launch.h"
+#include "sm90_pass.cuh"
 
 namespace mok {
 namespace {
 
 static_assert(kBlockRows == 128 && kGateUpCols == 128 && kHiddenCols == 256 && kActivationGradCols == 256, "the tile of the kernel");
 static_assert(kWgradRows == 128 && kWgradCols == 256, "the tile of the kernel");
-
-constexpr int kThreads = 384;
-constexpr uint32_t kProducerRegisters = 72, kConsumerRegisters = 216;
 
 // Where the boxes of an operand lie: box i of stage k at (column + i * box_column + k * stage_column, row + i * box_row + k * stage_row).
 struct Operand {
@@ -122,19 +118,7 @@ __device__ __forceinline__ void run_producer(const BackwardParams& params, Share
   }
 }
 
-// The last CTA waits for the peers, clears what the pass has counted, and makes the next call's number current.
-__device__ __forceinline__ void leave_pass(const BackwardParams& params, Shared& shared) {
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const uint32_t exited = atomicAdd(&params.state->exited, 1u);
-    __threadfence();
-    shared.last = exited + 1 == gridDim.x;
-    if (shared.last && !pass_aborted(shared.context)) wait_peers(shared.context, kFlagDone, kPhaseDone);
-  }
-  __syncthreads();
-  if (!shared.last) return;
-  Plan plan;
-  plan.shape = params.shape;
+__device__ __forceinline__ void clear_counters(const BackwardParams& params, const Plan& plan) {
   const int64_t num_blocks = params.totals->num_blocks;
   for (int64_t block = threadIdx.x; block < num_blocks; block += kThreads) {
     params.counters[plan.dispatched(block)] = 0;
@@ -145,15 +129,6 @@ __device__ __forceinline__ void leave_pass(const BackwardParams& params, Shared&
   }
   for (int64_t expert = threadIdx.x; expert < params.shape.num_local_experts; expert += kThreads)
     params.counters[plan.expert_wgrad_done(expert)] = 0;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    params.counters[plan.transfers_done()] = 0;
-    params.state->compute_ticket = 0;
-    params.state->comm_ticket = 0;
-    params.state->first_ticket = 0;
-    params.state->exited = 0;
-    params.state->call += 1;
-  }
 }
 
 __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
@@ -163,26 +138,12 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const uint32_t cluster_rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(ptx::smem_address(&shared.pipeline.full[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.pipeline.empty[i]), kConsumerWarps * kClusterSize);
-    }
-    for (int i = 0; i < kSlots; ++i) {
-      ptx::barrier_init(ptx::smem_address(&shared.tile_full[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.tile_loaded[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.tile_stored[i]), kConsumerWarps * 32);
-      ptx::barrier_init(ptx::smem_address(&shared.ticket_full[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
-    }
-    ptx::fence_barrier_init();
+    init_barriers<kConsumerWarps * 32>(ptx::smem_address(shared.pipeline.full), ptx::smem_address(shared.pipeline.empty),
+                                       ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_loaded),
+                                       ptx::smem_address(shared.tile_stored), ptx::smem_address(shared.ticket_full),
+                                       ptx::smem_address(shared.ticket_empty));
   }
-  ptx::wait_previous_kernel();
-  if (threadIdx.x == 0) {
-    shared.context = {
-        params.state, params.fault, &params.peers, params.shape.rank, params.shape.ep_size, params.state->call + 1, params.timeout_nanoseconds};
-  }
-  __syncthreads();
-  ptx::cluster_sync();
+  start_pass(params, shared);
   help_backward_opening(params, shared.context, lane);
 
   if (warp < 4) {
@@ -198,33 +159,13 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     ptx::registers_increase<kConsumerRegisters>();
     run_consumer(params, shared, warp - 4, lane);
   }
-  __syncwarp();
-  __syncthreads();
-  // A CTA must not leave while its partner may still arrive at its barriers.
-  ptx::cluster_sync();
-  leave_pass(params, shared);
-}
-
-// Multiprocessors of the current device. Its limit on dynamic shared memory is raised at the first call: the setting is one of each device.
-int prepare_device(int* sms) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];
-  int device = 0;
-  int code = cudaGetDevice(&device);
-  if (code != cudaSuccess) return code;
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  *sms = known[device].load();
-  if (*sms != 0) return cudaSuccess;
-  code = cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
-  if (code == cudaSuccess) code = cudaFuncSetAttribute(backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (code == cudaSuccess) known[device].store(*sms);
-  return code;
+  leave_pass(params, shared, [&](const Plan& plan) { clear_counters(params, plan); });
 }
 
 int launch_backward(const BackwardCall& call, Pass pass, cudaStream_t stream) {
   int sms = 0;
   BackwardParams params;
-  int code = prepare_device(&sms);
+  int code = prepare_device<backward_kernel, kSharedBytes>(&sms);
   if (code == cudaSuccess) code = enter_backward(call, pass, sms, stream, &params);
   if (code != cudaSuccess) return code;
   const int grid = (sms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
@@ -237,7 +178,7 @@ int launch_backward(const BackwardCall& call, Pass pass, cudaStream_t stream) {
 int load_backward_kernels() {
   int sms = 0;
   cudaFuncAttributes attributes;
-  int code = prepare_device(&sms);
+  int code = prepare_device<backward_kernel, kSharedBytes>(&sms);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, backward_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, backward_enter_kernel);
   return code;

@@ -34,10 +34,10 @@ struct Tile {
 };
 
 struct Shared : TileSlots<Tile> {
+  static constexpr bool kCountsArrivals = false;
   uint32_t last;
 };
-constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
-static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
+constexpr uint32_t kSharedBytes = shared_bytes<Shared>();
 
 __device__ __forceinline__ bool of_second_matrix(const BackwardRecord& task) {
   return task.kind == TaskKind::kWgrad2 || (task.kind == TaskKind::kZero && task.block == 0);

@@ -5,8 +5,6 @@
 // neighbouring tickets; where their tiles share rows or weights, each CTA loads half of what is shared for both.
 #include <cuda_runtime.h>
 
-#include <atomic>
-
 #include "../comm/sm90_dispatch.cuh"
 #include "../comm/sm90_wait.cuh"
 #include "../epilogue/sm90_push.cuh"
@@ -16,6 +14,7 @@
 #include "sm90_enter.cuh"
 #include "sm90_launch.h"
 #include "sm90_params.cuh"
+#include "sm90_pass.cuh"
 #include "sm90_scheduler.cuh"
 #include "sm90_tensor_map.h"
 
@@ -165,34 +164,12 @@ __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared
   }
 }
 
-// The last CTA waits for the peers, clears what the pass has counted, and makes the next call's number current.
-__device__ __forceinline__ void leave_pass(const ForwardParams& params, Shared& shared) {
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const uint32_t exited = atomicAdd(&params.state->exited, 1u);
-    __threadfence();
-    shared.last = exited + 1 == gridDim.x;
-    if (shared.last && !pass_aborted(shared.context)) wait_peers(shared.context, kFlagDone, kPhaseDone);
-  }
-  __syncthreads();
-  if (!shared.last) return;
-  Plan plan;
-  plan.shape = params.shape;
+__device__ __forceinline__ void clear_counters(const ForwardParams& params, const Plan& plan) {
   const int64_t num_blocks = params.totals->num_blocks;
   for (int64_t block = threadIdx.x; block < num_blocks; block += kThreads) {
     params.counters[plan.dispatched(block)] = 0;
     params.counters[plan.gemm1_done(block)] = 0;
     params.counters[plan.gemm2_done(block)] = 0;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    params.counters[plan.transfers_done()] = 0;
-    params.state->compute_ticket = 0;
-    params.state->comm_ticket = 0;
-    params.state->first_ticket = 0;
-    params.state->arrived = 0;
-    params.state->exited = 0;
-    params.state->call += 1;
   }
 }
 
@@ -203,26 +180,12 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const uint32_t cluster_rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(ptx::smem_address(&shared.pipeline.full[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.pipeline.empty[i]), kConsumerWarps * kClusterSize);
-    }
-    for (int i = 0; i < kSlots; ++i) {
-      ptx::barrier_init(ptx::smem_address(&shared.tile_full[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.tile_loaded[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.tile_stored[i]), kConsumerWarps);
-      ptx::barrier_init(ptx::smem_address(&shared.ticket_full[i]), 1);
-      ptx::barrier_init(ptx::smem_address(&shared.ticket_empty[i]), 1);
-    }
-    ptx::fence_barrier_init();
+    init_barriers<kConsumerWarps>(ptx::smem_address(shared.pipeline.full), ptx::smem_address(shared.pipeline.empty),
+                                  ptx::smem_address(shared.tile_full), ptx::smem_address(shared.tile_loaded),
+                                  ptx::smem_address(shared.tile_stored), ptx::smem_address(shared.ticket_full),
+                                  ptx::smem_address(shared.ticket_empty));
   }
-  ptx::wait_previous_kernel();
-  if (threadIdx.x == 0) {
-    shared.context = {
-        params.state, params.fault, &params.peers, params.shape.rank, params.shape.ep_size, params.state->call + 1, params.timeout_nanoseconds};
-  }
-  __syncthreads();
-  ptx::cluster_sync();
+  start_pass(params, shared);
   if (params.comm_clusters > 0) {
     // The clusters that come first only move rows: by order of arrival, so that one that is not resident holds up nobody.
     if (threadIdx.x == 0 && cluster_rank == 0) {
@@ -247,32 +210,12 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     ptx::registers_increase<kConsumerRegisters>();
     if (!only_moves_rows) run_consumer(params, shared, warp - 4, lane);
   }
-  __syncwarp();
-  __syncthreads();
-  // A CTA must not leave while its partner may still arrive at its barriers.
-  ptx::cluster_sync();
-  leave_pass(params, shared);
+  leave_pass(params, shared, [&](const Plan& plan) { clear_counters(params, plan); });
 }
 
 // The table holds the totals in one record's place, then the communication tasks, then the compute tasks.
 int64_t max_comm_tasks(int64_t capacity_blocks) { return capacity_blocks * kDispatchTasksPerBlock + 1; }
 static_assert(sizeof(PassTotals) <= sizeof(TaskRecord), "totals take one place");
-
-// Multiprocessors of the current device. Its limit on dynamic shared memory is raised at the first call: the setting is one of each device.
-int prepare_device(int* sms) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];
-  int device = 0;
-  int code = cudaGetDevice(&device);
-  if (code != cudaSuccess) return code;
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  *sms = known[device].load();
-  if (*sms != 0) return cudaSuccess;
-  code = cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
-  if (code == cudaSuccess) code = cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (code == cudaSuccess) known[device].store(*sms);
-  return code;
-}
 
 int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   EnterParams enter;
@@ -288,7 +231,7 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   if (code != 0) return code;
 
   int sms = 0;
-  code = prepare_device(&sms);
+  code = prepare_device<forward_kernel, kSharedBytes>(&sms);
   if (code != 0) return code;
 
   PeerMemory peers = call.peers;
@@ -361,7 +304,7 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
 extern "C" int mok_sm90_load() {
   int sms = 0;
   cudaFuncAttributes attributes;
-  int code = mok::prepare_device(&sms);
+  int code = mok::prepare_device<mok::forward_kernel, mok::kSharedBytes>(&sms);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::forward_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::enter_kernel);
   if (code == cudaSuccess) code = mok::load_backward_kernels();

@@ -6,9 +6,6 @@
 
 namespace mok {
 
-constexpr int kThreads = 384;
-constexpr uint32_t kProducerRegisters = 72, kConsumerRegisters = 216;
-
 enum class TileKind : int32_t { kExit, kGemm1, kGemm2, kReduce, kSkip };
 enum class Share : int32_t { kNone, kWeights, kRows };
 
@@ -29,11 +26,11 @@ struct Tile {
 };
 
 struct Shared : TileSlots<Tile> {
+  static constexpr bool kCountsArrivals = true;  // of clusters, see `comm_clusters`
   int64_t only_moves_rows;
   uint32_t last;
 };
-constexpr uint32_t kSharedBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
-static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
+constexpr uint32_t kSharedBytes = shared_bytes<Shared>();
 
 struct ForwardScheduler : Scheduler<ForwardScheduler, ForwardParams, Shared, Tile> {
   // 64 bytes each, read at once.

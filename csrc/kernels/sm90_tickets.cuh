@@ -23,6 +23,14 @@ struct TileSlots {
   WaitContext context;
 };
 
+// Dynamic shared memory of a launch.
+template <typename Shared>
+constexpr uint32_t shared_bytes() {
+  constexpr uint32_t kBytes = sizeof(Shared) + 1024;  // stages must lie on 1024 bytes
+  static_assert(kBytes <= 227 * 1024, "shared memory of an SM");
+  return kBytes;
+}
+
 // Next tile of a role, and the barriers by which the role says that it is through with a slot.
 struct TileReader {
   uint32_t full, through;  // addresses of the slots' barriers
