@@ -144,7 +144,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
                                        ptx::smem_address(shared.ticket_empty));
   }
   start_pass(params, shared);
-  help_backward_opening(params, shared.context, lane);
+  help_opening(params, shared.context, lane);
 
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
@@ -153,7 +153,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     } else if (warp == 1) {
       if (lane == 0) BackwardScheduler{{params, shared, cluster_rank}}.run();
     } else {
-      run_backward_communication(params, shared.context, lane);
+      run_communication<const BackwardRecord&>(params, shared.context, lane);
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();

@@ -41,6 +41,7 @@ struct BackwardTotals {
 static_assert(sizeof(BackwardTotals) <= sizeof(BackwardRecord), "totals take one place");
 
 struct BackwardParams {
+  static constexpr bool kFetchesDy = true;
   // Boxes of 64 rows x 64 columns: the ring's rows, and in `map_saved_x` the context's.
   CUtensorMap map_x, map_saved_x, map_dy, map_activation, map_d_gate_up;
   PeerMemory peers;

@@ -200,7 +200,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
     if (only_moves_rows || (warp >= 2 && params.comm_clusters == 0)) {
-      run_communication(params, shared.context, lane);
+      run_communication<const TaskRecord>(params, shared.context, lane);
     } else if (warp == 0) {
       if (lane == 0) run_producer(params, shared, cluster_rank);
     } else if (warp == 1) {

@@ -9,6 +9,7 @@
 namespace mok {
 
 struct ForwardParams {
+  static constexpr bool kFetchesDy = false;
   CUtensorMap map_x;           // x ring [ring rows, H], boxes of 64 rows x 64 columns
   CUtensorMap map_activation;  // activation ring [ring rows, I], the same boxes
   PeerMemory peers;
