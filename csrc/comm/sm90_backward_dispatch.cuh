@@ -32,10 +32,7 @@ __device__ __forceinline__ void help_opening(const BackwardParams& params, const
   for (int polls = 0; polls < kPolls; ++polls) {
     const bool here =
         static_cast<int64_t>(lane) >= params.shape.ep_size || ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
-    const bool all = __all_sync(0xffffffffu, here);
-    // What a lane has acquired, the others may read.
-    __syncwarp();
-    if (all) {
+    if (all_here(here)) {
       fetch_opening(params, opening_rows(params), lane);
       return;
     }

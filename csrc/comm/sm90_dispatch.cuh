@@ -6,6 +6,7 @@
 
 namespace mok {
 
+// A reference: the address is read where it is used, not held across the loads of a row's source.
 __device__ __forceinline__ __nv_bfloat16* const& ring_of(const ForwardParams& params, bool) { return params.x_ring; }
 
 // The opening: rows of the first fetch tasks, one row a ticket, for all warps. These tasks wait for nothing but the peers, so no warp can end up
@@ -39,10 +40,7 @@ __device__ __forceinline__ bool peers_entered(const ForwardParams& params, const
   const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
   const bool here =
       static_cast<int64_t>(lane) >= params.shape.ep_size || ptx::load_acquire_system(rows + lane * kFlagWords + kFlagEntered) >= context.call;
-  const bool all = __all_sync(0xffffffffu, here);
-  // What a lane has acquired, the others may read.
-  __syncwarp();
-  return all;
+  return all_here(here);
 }
 
 // For all warps, before the roles: helps where the peers are there soon. A function call here, such as the report of a wait that ran out, would

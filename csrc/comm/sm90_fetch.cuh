@@ -29,11 +29,15 @@ __device__ __forceinline__ void copy_row(const uint4* source, uint4* target, int
   }
 }
 
+// What a pass has of its own, for the functions below: ring_of(params, dy), where fetched rows go; opening_rows(params), how many rows all warps
+// fetch together, a row a ticket; and fetch_opening(params, end, lane), by which one warp takes part in that.
+
 // `count` rows, from row `offset` of a fetch task on; announced when they are in place. Router weights come with dy, or with x in a pass that
 // fetches no dy.
 template <typename Params, typename Record>
 __device__ __forceinline__ void fetch_rows(const Params& params, const Record& task, int32_t offset, int32_t count, uint32_t lane) {
   const bool dy = Params::kFetchesDy && task.kind == TaskKind::kDispatchDy;
+  const bool weights = dy || !Params::kFetchesDy;
   const int64_t first_row = task.first_row + offset;
   const int64_t ring_row = static_cast<int64_t>(task.ring_block) * kBlockRows + first_row % kBlockRows;
   int64_t source = 0;
@@ -43,9 +47,9 @@ __device__ __forceinline__ void fetch_rows(const Params& params, const Record& t
     if (rank >= 0) {
       const int32_t slot = params.row_source_slot[first_row + lane];
       source = (dy ? params.peers.dy[rank] : params.peers.x[rank]) + row_offset(slot / params.topk, params.shape.hidden) * 2;
-      if ((!Params::kFetchesDy || dy)) weight = *reinterpret_cast<const float*>(params.peers.router_weights[rank] + slot * 4ll);
+      if (weights) weight = *reinterpret_cast<const float*>(params.peers.router_weights[rank] + slot * 4ll);
     }
-    if ((!Params::kFetchesDy || dy)) params.weight_ring[ring_row + lane] = weight;
+    if (weights) params.weight_ring[ring_row + lane] = weight;
   }
   const int32_t chunks = static_cast<int32_t>(params.shape.hidden / 8);
   const auto& ring = ring_of(params, dy);
@@ -78,6 +82,14 @@ __device__ __forceinline__ bool wait_entered(const WaitContext& context, uint32_
   return ready;
 }
 
+// Whether the peers of all lanes are `here`. What a lane has acquired, the others may read afterwards.
+__device__ __forceinline__ bool all_here(bool here) {
+  const bool all = __all_sync(0xffffffffu, here);
+  __syncwarp();
+  return all;
+}
+
+// The communication warps' role. `Record`: how a task is held, copied or left in memory.
 template <typename Record, typename Params>
 __device__ __forceinline__ void run_communication(const Params& params, const WaitContext& context, uint32_t lane) {
   const int64_t tasks = params.totals->comm_tasks, opening = opening_rows(params);

@@ -59,11 +59,7 @@ __device__ __forceinline__ void run_producer(const BackwardParams& params, Share
     if (kind == TileKind::kExit) return;
     const int iterations = tile.iterations;
     if (kind == TileKind::kSkip) {
-      for (int k = 0; k < iterations; ++k) {
-        ptx::barrier_wait(empty + at.stage * 8, at.phase ^ 1);
-        ptx::barrier_arrive(full + at.stage * 8);
-        at.advance();
-      }
+      skip_stages(full, empty, at, iterations);
     } else if (iterations > 0) {
       Operand a, b;
       int32_t far_row = 0;  // gate/up tiles: from the gate rows' second box to the up rows

@@ -5,6 +5,7 @@
 #include "../epilogue/sm90_reduce.cuh"
 #include "../epilogue/sm90_swiglu_backward.cuh"
 #include "sm90_backward_scheduler.cuh"
+#include "sm90_padding.cuh"
 
 namespace mok {
 namespace {
@@ -35,17 +36,6 @@ __device__ __forceinline__ void store_gate_up(float (&accumulators)[128], uint32
       ptx::store_16(at + inner, ptx::load_shared_16(chunk_at(row, 8 + chunk)));
     }
     __syncwarp();
-  }
-}
-
-// Gate and up of the warp's 16 padding rows are zero.
-__device__ __forceinline__ void clear_gate_up(const BackwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
-  const int64_t inner = params.shape.intermediate, column = tile.tile_n * kGateUpCols + lane % 16 * 8;
-  if (column >= inner) return;
-  for (int64_t row = tile.ring_block * kBlockRows + warp * 16 + lane / 16, i = 0; i < 8; ++i, row += 2) {
-    __nv_bfloat16* target = params.gate_up + row_offset(row, 2 * inner) + column;
-    ptx::store_16(target, make_uint4(0, 0, 0, 0));
-    ptx::store_16(target + inner, make_uint4(0, 0, 0, 0));
   }
 }
 

@@ -13,6 +13,7 @@
 #include "../mma/sm90_pipeline.cuh"
 #include "sm90_enter.cuh"
 #include "sm90_launch.h"
+#include "sm90_padding.cuh"
 #include "sm90_params.cuh"
 #include "sm90_pass.cuh"
 #include "sm90_scheduler.cuh"
@@ -34,11 +35,7 @@ __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared
     const Tile& tile = shared.tiles[reader.next()];
     if (tile.kind == TileKind::kExit) return;
     if (tile.kind == TileKind::kSkip) {
-      for (int k = 0; k < tile.iterations; ++k) {
-        ptx::barrier_wait(empty + at.stage * 8, at.phase ^ 1);
-        ptx::barrier_arrive(full + at.stage * 8);
-        at.advance();
-      }
+      skip_stages(full, empty, at, tile.iterations);
     } else if (tile.kind != TileKind::kReduce) {
       const bool first = tile.kind == TileKind::kGemm1;
       const CUtensorMap* rows_map = first ? &params.map_x : &params.map_activation;
@@ -113,17 +110,6 @@ __device__ __forceinline__ void finish_gemm1(const ForwardParams& params, const 
   store_swiglu(accumulators, staging, target, info.weight, lane);
 }
 
-// Gate and up of the warp's 16 rows are zero.
-__device__ __forceinline__ void clear_projections(const ForwardParams& params, const Tile& tile, uint32_t warp, uint32_t lane) {
-  const int64_t inner = params.shape.intermediate, column = tile.tile_n * kGateUpCols + lane % 16 * 8;
-  if (column >= inner) return;
-  for (int64_t row = tile.ring_block * kBlockRows + warp * 16 + lane / 16, i = 0; i < 8; ++i, row += 2) {
-    __nv_bfloat16* target = params.gate_up + row_offset(row, 2 * inner) + column;
-    ptx::store_16(target, make_uint4(0, 0, 0, 0));
-    ptx::store_16(target + inner, make_uint4(0, 0, 0, 0));
-  }
-}
-
 __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared& shared, uint32_t warp, uint32_t lane) {
   const uint32_t stages = ptx::smem_address(shared.stages);
   const uint32_t full = ptx::smem_address(shared.pipeline.full), empty = ptx::smem_address(shared.pipeline.empty);
@@ -146,7 +132,7 @@ __device__ __forceinline__ void run_consumer(const ForwardParams& params, Shared
     } else if (tile.valid_rows <= static_cast<int32_t>(warpgroup) * 64) {
       // All rows of this half are padding. Nobody multiplies them in the second GEMM or pushes them; only the backward reads their gate and up.
       drain_stages(full, empty, at, tile.iterations, lane);
-      if (tile.kind == TileKind::kGemm1 && tile.keep && tile.store) clear_projections(params, tile, warp, lane);
+      if (tile.kind == TileKind::kGemm1 && tile.keep && tile.store) clear_gate_up(params, tile, warp, lane);
     } else {
       const RowInfo info = load_row_info(params, tile, warp, lane);
       float accumulators[128];

@@ -58,6 +58,15 @@ __device__ __forceinline__ void drain_stages(uint32_t full_barriers, uint32_t em
   }
 }
 
+// The producer's side of the same. A reference: read again for every stage, the count makes no unrolled code of a rare loop.
+__device__ __forceinline__ void skip_stages(uint32_t full_barriers, uint32_t empty_barriers, PipelineState& at, const int& iterations) {
+  for (int k = 0; k < iterations; ++k) {
+    ptx::barrier_wait(empty_barriers + at.stage * 8, at.phase ^ 1);
+    ptx::barrier_arrive(full_barriers + at.stage * 8);
+    at.advance();
+  }
+}
+
 // accumulators = A[64 rows of `warpgroup`] * B^T over `iterations` stages.
 __device__ __forceinline__ void multiply_stages(float (&accumulators)[128], uint32_t stages, uint32_t full_barriers, uint32_t empty_barriers,
                                                 PipelineState& at, int iterations, uint32_t warpgroup, uint32_t lane) {
