@@ -4,6 +4,7 @@
 
 #include "../epilogue/sm90_weight_grad.cuh"
 #include "sm90_backward_params.cuh"
+#include "sm90_enter_pass.cuh"
 #include "sm90_launch.h"
 #include "sm90_tensor_map.h"
 
@@ -31,27 +32,12 @@ struct BackwardEnterParams {
   int64_t grads13[kMaxLocalExperts], grads2[kMaxLocalExperts];  // with flags, see sm90_weight_grad.cuh
 };
 
-constexpr int kBackwardEnterThreads = 512;
-
-__device__ __forceinline__ void copy_chunks(const uint4* source, uint4* target, int64_t count, int64_t thread, int64_t threads) {
-  constexpr int kUnroll = 4;
-  int64_t at = thread;
-  for (; at + (kUnroll - 1) * threads < count; at += kUnroll * threads) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) values[i] = ptx::load_stream_16(source + at + i * threads);
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) target[at + i * threads] = values[i];
-  }
-  for (; at < count; at += threads) target[at] = source[at];
-}
-
-__global__ void __launch_bounds__(kBackwardEnterThreads) backward_enter_kernel(const __grid_constant__ BackwardEnterParams params) {
+__global__ void __launch_bounds__(kEnterThreads) backward_enter_kernel(const __grid_constant__ BackwardEnterParams params) {
   __shared__ Plan plan;
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBackwardEnterThreads + threadIdx.x;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * kBackwardEnterThreads;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
   // Every block writes the same table of macrobatches and reads what it wrote.
   if (threadIdx.x == 0) plan = make_plan(params.shape, params.expert_row_offsets, params.macro_table);
   const int64_t rank = params.shape.rank, experts = params.shape.num_local_experts;
@@ -79,18 +65,7 @@ __global__ void __launch_bounds__(kBackwardEnterThreads) backward_enter_kernel(c
     params.comm_records[ticket] = make_backward_record(plan, params.expert_rows, comm_task(plan, ticket));
   }
   if (thread == 0) *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(0) * kBlockRows};
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence_system();
-  if (atomicAdd(&params.state->entered_blocks, 1u) + 1 != gridDim.x) return;
-  __threadfence_system();
-  params.state->entered_blocks = 0;
-  // After a fault this rank does not enter: its peers must not wait for rows that will not come.
-  if (ptx::load_acquire_gpu(&params.state->aborted) != 0) return;
-  const int64_t call = params.state->call + 1;
-  for (int64_t peer = 0; peer < params.shape.ep_size; ++peer) {
-    ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[peer]) + rank * kFlagWords + kFlagEntered, call);
-  }
+  announce_entered(params, rank, params.shape.ep_size);
 }
 
 // The table: the totals in one record's place, the communication tasks, the compute tasks, the compute tickets before each macrobatch.
@@ -186,7 +161,7 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
     params.grads13[e] = enter.grads13[e] = recompute ? 0 : call.grads13[e];
     params.grads2[e] = enter.grads2[e] = recompute ? 0 : call.grads2[e];
   }
-  const int launched = launch_chained(backward_enter_kernel, sms, kBackwardEnterThreads, 0, stream, enter);
+  const int launched = launch_chained(backward_enter_kernel, sms, kEnterThreads, 0, stream, enter);
   if (launched != cudaSuccess) return launched;
 
   params.peers = peers;

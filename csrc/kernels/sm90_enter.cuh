@@ -1,6 +1,7 @@
 // The kernel before the megakernel: whatever a pass needs in place when it starts.
 #pragma once
 
+#include "sm90_enter_pass.cuh"
 #include "sm90_params.cuh"
 
 namespace mok {
@@ -26,24 +27,13 @@ struct EnterParams {
   int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
 };
 
-constexpr int kEnterThreads = 512;
-
 static __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_constant__ EnterParams params) {
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x,
                 threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
-  uint4* x = reinterpret_cast<uint4*>(params.peers.x[params.rank]);
-  constexpr int kUnroll = 4;
-  int64_t at = thread;
-  for (; at + (kUnroll - 1) * threads < params.x_chunks; at += kUnroll * threads) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) values[i] = ptx::load_stream_16(params.x + at + i * threads);
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) x[at + i * threads] = values[i];
-  }
-  for (; at < params.x_chunks; at += threads) x[at] = params.x[at];
+  copy_chunks<const uint4* const&, const int64_t&>(params.x, reinterpret_cast<uint4*>(params.peers.x[params.rank]), params.x_chunks, thread,
+                                                   threads);
   float* weights = reinterpret_cast<float*>(params.peers.router_weights[params.rank]);
   for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
   if (thread < 2 * params.num_local_experts) {
@@ -64,18 +54,7 @@ static __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __gri
     *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(plan.num_macrobatches - 1) * kBlockRows,
                       plan.gemm1_tiles};
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence_system();
-  if (atomicAdd(&params.state->entered_blocks, 1u) + 1 != gridDim.x) return;
-  __threadfence_system();
-  params.state->entered_blocks = 0;
-  // After a fault this rank does not enter: its peers must not wait for rows that will not come.
-  if (ptx::load_acquire_gpu(&params.state->aborted) != 0) return;
-  const int64_t call = params.state->call + 1;
-  for (int64_t peer = 0; peer < params.ep_size; ++peer) {
-    ptx::store_release_system(reinterpret_cast<int64_t*>(params.peers.flags[peer]) + params.rank * kFlagWords + kFlagEntered, call);
-  }
+  announce_entered(params, params.rank, params.ep_size);
 }
 
 }  // namespace mok
