@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../epilogue/sm90_weight_grad.cuh"
+#include "sm90_arguments.cuh"
 #include "sm90_backward_params.cuh"
 #include "sm90_enter_pass.cuh"
 #include "sm90_launch.h"
@@ -120,75 +121,33 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
   code = encode_tensor_map(&enter.map_grad13, nullptr, 2 * inner, hidden, kGradBoxRows, true);
   if (code == 0) code = encode_tensor_map(&enter.map_grad2, nullptr, hidden, inner, kGradBoxRows, true);
   if (code != 0) return code;
-  PassShape& shape = enter.shape;
-  shape.pass = pass;
-  shape.rank = call.rank;
-  shape.ep_size = call.ep_size;
-  shape.num_tokens = call.num_tokens;
-  shape.hidden = hidden;
-  shape.intermediate = inner;
-  shape.num_local_experts = call.num_local_experts;
-  shape.minibatch_blocks = call.minibatch_blocks;
-  shape.macrobatch_blocks = call.macrobatch_blocks;
-  shape.capacity_blocks = call.capacity_blocks;
   // A table for a call's own tokens has its parts where one for more tokens has them, but for the last.
   const BackwardTable table =
       backward_table(call.capacity_blocks, call.macrobatch_blocks, call.num_tokens, hidden, inner, call.num_local_experts);
-  PeerMemory peers = call.peers;
-  if (call.ep_size == 1) {
-    // Nobody else reads the inputs: they are read where they lie.
-    peers.x[0] = call.x;
-    peers.dy[0] = call.dy;
-    peers.router_weights[0] = call.router_weights;
-  }
-  enter.peers = peers;
-  enter.x = reinterpret_cast<const uint4*>(call.x);
+  fill_enter(enter, call, pass);
+  if (call.ep_size == 1) enter.peers.dy[0] = call.dy;
   enter.dy = recompute ? nullptr : reinterpret_cast<const uint4*>(call.dy);
-  enter.x_chunks = call.ep_size == 1 ? 0 : call.num_tokens * hidden / 8;
-  enter.router_weights = reinterpret_cast<const float*>(call.router_weights);
-  enter.num_weights = call.ep_size == 1 ? 0 : call.num_tokens * call.topk;
-  enter.weight_maps = reinterpret_cast<CUtensorMap*>(call.weight_maps);
-  enter.expert_rows = reinterpret_cast<const int32_t*>(call.expert_rows);
-  enter.expert_row_offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
   enter.totals = reinterpret_cast<BackwardTotals*>(call.records);
   enter.comm_records = reinterpret_cast<BackwardRecord*>(call.records + table.comm_at);
   enter.compute_records = reinterpret_cast<BackwardRecord*>(call.records + table.compute_at);
   enter.macro_table = reinterpret_cast<int64_t*>(call.records + table.macro_at);
-  enter.state = reinterpret_cast<DeviceState*>(call.state);
   for (int64_t e = 0; e < call.num_local_experts; ++e) {
-    enter.w13[e] = call.w13[e];
-    enter.w2[e] = call.w2[e];
     params.grads13[e] = enter.grads13[e] = recompute ? 0 : call.grads13[e];
     params.grads2[e] = enter.grads2[e] = recompute ? 0 : call.grads2[e];
   }
   const int launched = launch_chained(backward_enter_kernel, sms, kEnterThreads, 0, stream, enter);
   if (launched != cudaSuccess) return launched;
 
-  params.peers = peers;
-  params.shape = shape;
-  params.timeout_nanoseconds = call.timeout_nanoseconds;
-  params.weight_maps = enter.weight_maps;
-  params.compute_records = enter.compute_records;
-  params.comm_records = enter.comm_records;
-  params.totals = enter.totals;
-  params.row_source_rank = reinterpret_cast<const int32_t*>(call.row_source_rank);
-  params.row_source_slot = reinterpret_cast<const int32_t*>(call.row_source_slot);
-  params.topk_experts = reinterpret_cast<const int32_t*>(call.topk_experts);
+  fill_pass(params, enter, call);
   params.y = reinterpret_cast<__nv_bfloat16*>(call.dx);
   params.d_router_weights = reinterpret_cast<float*>(call.d_router_weights);
   params.x_ring = reinterpret_cast<__nv_bfloat16*>(recompute ? call.x_rows : call.ring_x);
   params.dy_ring = reinterpret_cast<__nv_bfloat16*>(call.ring_dy);
   params.gate_up = reinterpret_cast<__nv_bfloat16*>(recompute ? call.gate_up : call.ring_gate_up);
   params.saved_gate_up = reinterpret_cast<const __nv_bfloat16*>(call.gate_up);
-  params.activation = reinterpret_cast<__nv_bfloat16*>(call.ring_activation);
   params.d_gate_up = reinterpret_cast<__nv_bfloat16*>(call.ring_d_gate_up);
-  params.weight_ring = reinterpret_cast<float*>(call.ring_weights);
   params.partial_ring = reinterpret_cast<float*>(call.ring_partials);
   params.scratch = reinterpret_cast<float*>(call.scratch);
-  params.counters = reinterpret_cast<uint32_t*>(call.counters);
-  params.state = enter.state;
-  params.fault = reinterpret_cast<FaultRecord*>(call.fault);
-  params.topk = static_cast<int32_t>(call.topk);
   return cudaSuccess;
 }
 

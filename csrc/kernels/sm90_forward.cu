@@ -11,6 +11,7 @@
 #include "../epilogue/sm90_reduce.cuh"
 #include "../epilogue/sm90_swiglu.cuh"
 #include "../mma/sm90_pipeline.cuh"
+#include "sm90_arguments.cuh"
 #include "sm90_enter.cuh"
 #include "sm90_launch.h"
 #include "sm90_padding.cuh"
@@ -220,64 +221,20 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   code = prepare_device<forward_kernel, kSharedBytes>(&sms);
   if (code != 0) return code;
 
-  PeerMemory peers = call.peers;
-  if (call.ep_size == 1) {
-    // Nobody else reads the inputs: they are read where they lie.
-    peers.x[0] = call.x;
-    peers.router_weights[0] = call.router_weights;
-  }
-  enter.peers = peers;
+  fill_enter(enter, call, Pass::kForward);
   enter.rank = call.rank;
   enter.ep_size = call.ep_size;
   enter.num_local_experts = call.num_local_experts;
-  enter.x = reinterpret_cast<const uint4*>(call.x);
-  enter.x_chunks = call.ep_size == 1 ? 0 : call.num_tokens * call.hidden / 8;
-  enter.router_weights = reinterpret_cast<const float*>(call.router_weights);
-  enter.num_weights = call.ep_size == 1 ? 0 : call.num_tokens * call.topk;
-  enter.weight_maps = reinterpret_cast<CUtensorMap*>(call.weight_maps);
-  enter.state = reinterpret_cast<DeviceState*>(call.state);
-  for (int64_t e = 0; e < call.num_local_experts; ++e) {
-    enter.w13[e] = call.w13[e];
-    enter.w2[e] = call.w2[e];
-  }
-  PassShape& shape = enter.shape;
-  shape.pass = Pass::kForward;
-  shape.rank = call.rank;
-  shape.ep_size = call.ep_size;
-  shape.num_tokens = call.num_tokens;
-  shape.hidden = call.hidden;
-  shape.intermediate = call.intermediate;
-  shape.num_local_experts = call.num_local_experts;
-  shape.minibatch_blocks = call.minibatch_blocks;
-  shape.macrobatch_blocks = call.macrobatch_blocks;
-  shape.capacity_blocks = call.capacity_blocks;
-  enter.expert_rows = reinterpret_cast<const int32_t*>(call.expert_rows);
-  enter.expert_row_offsets = reinterpret_cast<const int64_t*>(call.expert_row_offsets);
   enter.totals = reinterpret_cast<PassTotals*>(call.records);
   enter.comm_records = reinterpret_cast<TaskRecord*>(call.records + sizeof(TaskRecord));
   enter.compute_records = enter.comm_records + max_comm_tasks(call.capacity_blocks);
   code = launch_chained(enter_kernel, sms, kEnterThreads, 0, stream, enter);
   if (code != cudaSuccess) return code;
 
-  params.peers = peers;
-  params.shape = shape;
-  params.compute_records = enter.compute_records;
-  params.comm_records = enter.comm_records;
-  params.totals = enter.totals;
-  params.timeout_nanoseconds = call.timeout_nanoseconds;
-  params.weight_maps = enter.weight_maps;
-  params.row_source_rank = reinterpret_cast<const int32_t*>(call.row_source_rank);
-  params.row_source_slot = reinterpret_cast<const int32_t*>(call.row_source_slot);
-  params.topk_experts = reinterpret_cast<const int32_t*>(call.topk_experts);
+  fill_pass(params, enter, call);
   params.y = reinterpret_cast<__nv_bfloat16*>(call.y);
   params.x_ring = reinterpret_cast<__nv_bfloat16*>(call.x_rows);
   params.gate_up = reinterpret_cast<__nv_bfloat16*>(call.gate_up);
-  params.activation = reinterpret_cast<__nv_bfloat16*>(call.ring_activation);
-  params.weight_ring = reinterpret_cast<float*>(call.ring_weights);
-  params.counters = reinterpret_cast<uint32_t*>(call.counters);
-  params.state = enter.state;
-  params.fault = reinterpret_cast<FaultRecord*>(call.fault);
-  params.topk = static_cast<int32_t>(call.topk);
   const int grid = (sms - static_cast<int>(call.sm_reserve)) / kClusterSize * kClusterSize;
   params.comm_clusters = static_cast<int32_t>(ceil_div(call.num_comm_sms, kClusterSize));
   if (params.comm_clusters * kClusterSize >= grid) return cudaErrorInvalidConfiguration;
