@@ -75,17 +75,10 @@ struct BackwardParams {
 
 __device__ __forceinline__ BackwardRecord make_backward_record(const Plan& plan, const int32_t* expert_rows, const Task& task) {
   BackwardRecord record = {};
-  record.kind = task.kind;
-  record.expert = static_cast<int32_t>(task.expert);
   record.tile_m = static_cast<int32_t>(task.tile_m);
-  record.tile_n = static_cast<int32_t>(task.tile_n);
-  record.block = static_cast<int32_t>(task.block);
-  record.ring_block = static_cast<int32_t>(task.ring_block);
-  record.macrobatch = static_cast<int32_t>(task.macrobatch);
-  record.num_rows = static_cast<int32_t>(task.num_rows);
+  set_place(record, task);
   record.continues = task.continues;
   record.continued = task.continued;
-  record.first_row = task.block >= 0 && task.stream == Stream::kCompute ? task.block * kBlockRows : task.first_row;
   if (task.kind == TaskKind::kWgrad2 || task.kind == TaskKind::kWgrad13 || task.kind == TaskKind::kZero) {
     const bool second = task.kind == TaskKind::kWgrad2 || (task.kind == TaskKind::kZero && task.first_block == 0);
     record.valid_rows = static_cast<int32_t>((second ? plan.shape.hidden : 2 * plan.shape.intermediate) - task.tile_m * kWgradRows);
@@ -99,7 +92,7 @@ __device__ __forceinline__ BackwardRecord make_backward_record(const Plan& plan,
       record.stages = static_cast<int32_t>(2 * task.num_blocks - (rows <= kBlockRows / 2 ? 1 : 0));
     }
   } else if (task.expert >= 0) {
-    record.valid_rows = static_cast<int32_t>(expert_rows[task.expert] - (task.block * kBlockRows - plan.expert_row_offsets[task.expert]));
+    record.valid_rows = rows_from_block(plan, expert_rows, task.expert, task.block);
   }
   for (int i = 0; i < kBackwardWaits && i < task.num_waits; ++i) {
     record.waits[i] = static_cast<uint32_t>(task.waits[i].first);

@@ -36,8 +36,9 @@ struct PassTotals {
 constexpr uint32_t kTaskUnits = 32;
 static_assert(kTaskUnits == kDispatchRows, "a fetched row moves a counter by one");
 
-__device__ __forceinline__ TaskRecord make_record(const Plan& plan, const int32_t* expert_rows, const Task& task) {
-  TaskRecord record = {};
+// What the records of all passes say of a task.
+template <typename Record>
+__device__ __forceinline__ void set_place(Record& record, const Task& task) {
   record.kind = task.kind;
   record.expert = static_cast<int32_t>(task.expert);
   record.tile_n = static_cast<int32_t>(task.tile_n);
@@ -46,8 +47,18 @@ __device__ __forceinline__ TaskRecord make_record(const Plan& plan, const int32_
   record.macrobatch = static_cast<int32_t>(task.macrobatch);
   record.num_rows = static_cast<int32_t>(task.num_rows);
   record.first_row = task.block >= 0 && task.stream == Stream::kCompute ? task.block * kBlockRows : task.first_row;
+}
+
+// Rows of a block's expert from the block's first row on, unpadded.
+__device__ __forceinline__ int32_t rows_from_block(const Plan& plan, const int32_t* expert_rows, int64_t expert, int64_t block) {
+  return static_cast<int32_t>(expert_rows[expert] - (block * kBlockRows - plan.expert_row_offsets[expert]));
+}
+
+__device__ __forceinline__ TaskRecord make_record(const Plan& plan, const int32_t* expert_rows, const Task& task) {
+  TaskRecord record = {};
+  set_place(record, task);
   if (task.expert >= 0) {
-    record.valid_rows = static_cast<int32_t>(expert_rows[task.expert] - (task.block * kBlockRows - plan.expert_row_offsets[task.expert]));
+    record.valid_rows = rows_from_block(plan, expert_rows, task.expert, task.block);
   }
   for (int i = 0; i < 2; ++i) {
     if (i < task.num_waits) {
