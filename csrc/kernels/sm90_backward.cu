@@ -74,11 +74,7 @@ __device__ __forceinline__ void run_producer(const BackwardParams& params, Share
       } else {
         const bool down = kind == TileKind::kDgrad2;
         const CUtensorMap* weights = params.weight_maps + (down ? params.shape.num_local_experts : 0) + tile.expert;
-        if (fenced[down] != weights) {
-          // The map was written by an earlier kernel's ordinary stores.
-          ptx::tensor_map_acquire(weights);
-          fenced[down] = weights;
-        }
+        fence_weight_map(fenced, down, weights);
         a = operand_k(down ? &params.map_dy : kind == TileKind::kDgrad1 ? &params.map_d_gate_up : &params.map_x, ring_row);
         if (kind == TileKind::kGemm1) {
           b = operand_k(weights, tile.tile_n * static_cast<int32_t>(kGateUpCols));

@@ -41,11 +41,7 @@ __device__ __forceinline__ void run_producer(const ForwardParams& params, Shared
       const bool first = tile.kind == TileKind::kGemm1;
       const CUtensorMap* rows_map = first ? &params.map_x : &params.map_activation;
       const CUtensorMap* weights_map = params.weight_maps + (first ? 0 : params.shape.num_local_experts) + tile.expert;
-      if (fenced[first] != weights_map) {
-        // The map was written by an earlier kernel's ordinary stores.
-        ptx::tensor_map_acquire(weights_map);
-        fenced[first] = weights_map;
-      }
+      fence_weight_map(fenced, first, weights_map);
       ptx::fence_async_global();
       const int32_t row = tile.ring_block * static_cast<int32_t>(kBlockRows);
       const int32_t weight_row = first ? tile.tile_n * static_cast<int32_t>(kGateUpCols) : tile.tile_n * static_cast<int32_t>(kHiddenCols);

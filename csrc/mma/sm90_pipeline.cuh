@@ -67,6 +67,14 @@ __device__ __forceinline__ void skip_stages(uint32_t full_barriers, uint32_t emp
   }
 }
 
+// Before the producer loads through the map of a weight: an earlier kernel's ordinary stores wrote it. `fenced` holds the last map of either
+// matrix.
+__device__ __forceinline__ void fence_weight_map(const CUtensorMap* (&fenced)[2], bool matrix, const CUtensorMap* map) {
+  if (fenced[matrix] == map) return;
+  ptx::tensor_map_acquire(map);
+  fenced[matrix] = map;
+}
+
 // accumulators = A[64 rows of `warpgroup`] * B^T over `iterations` stages.
 __device__ __forceinline__ void multiply_stages(float (&accumulators)[128], uint32_t stages, uint32_t full_barriers, uint32_t empty_barriers,
                                                 PipelineState& at, int iterations, uint32_t warpgroup, uint32_t lane) {
