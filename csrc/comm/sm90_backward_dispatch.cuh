@@ -25,7 +25,8 @@ __device__ __forceinline__ void fetch_opening(const BackwardParams& params, int6
   }
 }
 
-// For all warps, before the roles: helps where the peers are there at once.
+// For all warps, before the roles: helps where the peers are there at once. Written out here and in the forward: from one function for both the
+// compiler makes other code of this loop, in a place where all warps of a launch wait.
 __device__ __forceinline__ void help_opening(const BackwardParams& params, const WaitContext& context, uint32_t lane) {
   constexpr int kPolls = 10000;
   const int64_t* rows = reinterpret_cast<const int64_t*>(params.peers.flags[params.shape.rank]);
