@@ -8,6 +8,9 @@ from mok_megatron.executors.cpu import WeightGradTarget
 from mok_megatron.schedule import MoKContext
 from tests.gpu import harness
 from tests.gpu.harness import Group, Problem, poison
+from tests.oracle import assert_within, moe_oracle
+
+NAN = float("nan")
 
 
 @dataclasses.dataclass
@@ -21,6 +24,47 @@ class Gradients:
 
     def names(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self)]
+
+
+def check_gradients(problem: Problem, dys: list[torch.Tensor], got: Gradients, grad_dtype: torch.dtype) -> None:
+    """Every element within the bounds of the FP64 oracle; exactly 0 for the weights of absent routes."""
+    want = moe_oracle(
+        torch.cat(problem.x),
+        torch.cat(problem.router_weights),
+        torch.cat(problem.topk_experts),
+        problem.w13,
+        problem.w2,
+        torch.cat(dys),
+        dtype=torch.bfloat16,
+        grad_dtype=grad_dtype,
+    )
+    for name in got.names():
+        assert_within(name, getattr(got, name), getattr(want, name))
+    assert not got.d_router_weights[torch.cat(problem.topk_experts) < 0].any()
+
+
+def assert_same(one: Gradients, other: Gradients, what: object) -> None:
+    for name in one.names():
+        assert_same_bits(name, getattr(one, name), getattr(other, name), what)
+
+
+def assert_same_bits(name: str, one: torch.Tensor, other: torch.Tensor, what: object) -> None:
+    """In every bit: 0.0 and -0.0 differ, and so do two NaNs of other bits."""
+    a, b = (t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32) for t in (one, other))
+    assert torch.equal(a, b), f"{name} differs in {int((a != b).sum())} of {a.numel()} elements: {what}"
+
+
+def group_for(problem: Problem, **options) -> Group:
+    """A group whose buffers fit the problem. Options as of Group."""
+    hidden, inner = problem.w2.shape[1:]
+    tokens = max(x.shape[0] for x in problem.x)
+    return Group(len(problem.x), tokens, problem.topk_experts[0].shape[1], hidden, inner, problem.w13.shape[0], **options)
+
+
+def split_problem(problem: Problem, tokens: list[int]) -> Problem:
+    """The problem of one rank as that of ranks which bring so many tokens each."""
+    x, weights, routes = (list(t.split(tokens)) for t in (problem.x[0], problem.router_weights[0], problem.topk_experts[0]))
+    return Problem(x, weights, routes, problem.w13, problem.w2)
 
 
 def random_dy(problem: Problem, seed: int) -> list[torch.Tensor]:
@@ -53,7 +97,7 @@ class Pass:
 
     def __init__(self, group: Group, problem: Problem, dys: list[torch.Tensor], *, split: bool = False) -> None:
         self.group, self.problem = group, problem
-        _, self.contexts, self.schedules = group.forward(problem, save=True)
+        self.outputs, self.contexts, self.schedules = group.forward(problem, save=True)
         local = group.local
         self.operands = []
         for rank, device in enumerate(group.devices):
@@ -84,17 +128,16 @@ class Pass:
                 sm_reserve=self.group.sm_reserve,
             )
         )
-        self._finish()
+        self.finish()
         return made
 
     def targets(self, grads, overwrite: bool) -> tuple[list[WeightGradTarget], list[WeightGradTarget]]:
         one, two = ([WeightGradTarget(matrix, overwrite) for matrix in tensor] for tensor in grads)
         return one, two
 
-    def backward(self, grads, overwrite: bool, targets=None) -> Gradients:
-        """Into `grads` of every rank."""
-        self.group.synchronize_devices()
-        results = self.group.each(
+    def launch(self, grads, overwrite: bool, targets=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The backward of every rank, on its stream. Nobody waits: returns dx and d_router_weights of every rank, not yet computed."""
+        return self.group.each(
             lambda rank, executor: executor.backward(
                 self.schedules[rank],
                 self.contexts[rank],
@@ -104,7 +147,12 @@ class Pass:
                 sm_reserve=self.group.sm_reserve,
             )
         )
-        self._finish()
+
+    def backward(self, grads, overwrite: bool, targets=None) -> Gradients:
+        """Into `grads` of every rank."""
+        self.group.synchronize_devices()
+        results = self.launch(grads, overwrite, targets)
+        self.finish()
         return Gradients(
             torch.cat([dx.cpu() for dx, _ in results]),
             torch.cat([dp.cpu() for _, dp in results]),
@@ -112,7 +160,7 @@ class Pass:
             torch.cat([g2.cpu() for _, g2 in grads]),
         )
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         self.group.synchronize()
         faults = self.group.faults()
         if any(fault[0] for fault in faults):

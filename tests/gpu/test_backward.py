@@ -4,44 +4,18 @@ import pytest
 import torch
 
 from mok_megatron.executors.cpu import WeightGradTarget
-from tests.gpu.backward_runs import Gradients, Pass, poison_backward_memory, random_dy
+from tests.gpu.backward_runs import (
+    NAN,
+    Gradients,
+    Pass,
+    assert_same,
+    check_gradients,
+    group_for,
+    poison_backward_memory,
+    random_dy,
+    split_problem,
+)
 from tests.gpu.harness import Group, Problem, random_problem
-from tests.oracle import assert_within, moe_oracle
-
-NAN = float("nan")
-
-
-def _oracle(problem: Problem, dys: list[torch.Tensor], grad_dtype: torch.dtype):
-    return moe_oracle(
-        torch.cat(problem.x),
-        torch.cat(problem.router_weights),
-        torch.cat(problem.topk_experts),
-        problem.w13,
-        problem.w2,
-        torch.cat(dys),
-        dtype=torch.bfloat16,
-        grad_dtype=grad_dtype,
-    )
-
-
-def _check(problem: Problem, dys: list[torch.Tensor], got: Gradients, grad_dtype: torch.dtype) -> None:
-    want = _oracle(problem, dys, grad_dtype)
-    for name in got.names():
-        assert_within(name, getattr(got, name), getattr(want, name))
-    assert not got.d_router_weights[torch.cat(problem.topk_experts) < 0].any()
-
-
-def _same(one: Gradients, other: Gradients, what: object) -> None:
-    for name in one.names():
-        a, b = getattr(one, name), getattr(other, name)
-        assert torch.equal(a, b), f"{name} differs in {int((a != b).sum())} of {a.numel()} elements: {what}"
-
-
-def _group(problem: Problem, **options) -> Group:
-    hidden, inner = problem.w2.shape[1:]
-    tokens = max(x.shape[0] for x in problem.x)
-    return Group(len(problem.x), tokens, problem.topk_experts[0].shape[1], hidden, inner, problem.w13.shape[0], **options)
-
 
 SHAPES = [
     # tokens a rank, H, I, experts, K
@@ -62,12 +36,12 @@ def test_against_oracle(tokens: list[int], hidden: int, inner: int, experts: int
     for seed, dtype in enumerate((torch.bfloat16, torch.float32)):
         problem = random_problem(tokens, hidden, inner, experts, topk, seed=seed, missing=0.1 * seed)
         dys = random_dy(problem, seed + 100)
-        group = _group(problem)
+        group = group_for(problem)
         run = Pass(group, problem, dys, split=seed == 1)
         poison_backward_memory(group)
         # fp32: accumulated into zeros; bf16: written over NaN.
         got = run.backward(run.new_grads(dtype, 0.0 if seed else NAN), overwrite=seed == 0)
-        _check(problem, dys, got, dtype)
+        check_gradients(problem, dys, got, dtype)
 
 
 def test_no_tokens_anywhere() -> None:
@@ -88,9 +62,9 @@ def test_router_weights_zero_and_negative(ep_size: int) -> None:
         weights[:, 0] = 0.0
         weights[:, 1] *= -1.5
     dys = random_dy(problem, 4)
-    run = Pass(_group(problem), problem, dys)
+    run = Pass(group_for(problem), problem, dys)
     got = run.backward(run.new_grads(torch.float32, NAN), overwrite=True)
-    _check(problem, dys, got, torch.float32)
+    check_gradients(problem, dys, got, torch.float32)
     assert got.d_router_weights[:, 0].abs().min() > 0
 
 
@@ -98,7 +72,7 @@ def test_padding_of_the_weights_grads_is_left_alone() -> None:
     """Guard bytes around every gradient keep their value where tiles stick out of the matrix."""
     problem = random_problem([150], 320, 192, 4, 2, seed=3)
     dys = random_dy(problem, 5)
-    run = Pass(_group(problem), problem, dys)
+    run = Pass(group_for(problem), problem, dys)
     for dtype in (torch.float32, torch.bfloat16):
         guarded = [torch.full((4, w.shape[1] + 128, w.shape[2]), 3.0, dtype=dtype, device="cuda") for w in (problem.w13, problem.w2)]
         inner = tuple(g[:, 64:-64] for g in guarded)
@@ -120,13 +94,13 @@ KNOBS = (
 
 def _gradients(problem: Problem, dys: list[torch.Tensor], what: object, **options) -> Gradients:
     """Twice on the same buffers, poisoned in between."""
-    group = _group(problem, **options)
+    group = group_for(problem, **options)
     run = Pass(group, problem, dys)
     poison_backward_memory(group)
     first = run.backward(run.new_grads(torch.float32, NAN), overwrite=True)
     poison_backward_memory(group)
     second = run.backward(run.new_grads(torch.float32, NAN), overwrite=True)
-    _same(first, second, ("second run", what))
+    assert_same(first, second, ("second run", what))
     return second
 
 
@@ -135,16 +109,14 @@ def test_same_bits_for_every_knob_and_ep_size() -> None:
     one = random_problem([tokens], hidden, inner, experts, topk, seed=77, missing=0.05)
     dys = random_dy(one, 78)
     want = _gradients(one, dys, "defaults")
-    _check(one, dys, want, torch.float32)
+    check_gradients(one, dys, want, torch.float32)
     for options in KNOBS:
-        _same(_gradients(one, dys, options, **options), want, options)
+        assert_same(_gradients(one, dys, options, **options), want, options)
     for ep_size in (2, 4):
         step = tokens // ep_size
-        split = Problem(
-            list(one.x[0].split(step)), list(one.router_weights[0].split(step)), list(one.topk_experts[0].split(step)), one.w13, one.w2
-        )
+        split = split_problem(one, [step] * ep_size)
         for options in ({}, {"minibatch": 128, "macrobatch": 256}):
-            _same(_gradients(split, list(dys[0].split(step)), (ep_size, options), **options), want, (ep_size, options))
+            assert_same(_gradients(split, list(dys[0].split(step)), (ep_size, options), **options), want, (ep_size, options))
 
 
 @pytest.mark.parametrize("macrobatch", [None, 256])
@@ -155,9 +127,9 @@ def test_main_grad_modes(macrobatch: int | None) -> None:
     routes = problem.topk_experts[0]
     routes[(routes == 1) | (routes == 6)] = -1
     dys = random_dy(problem, 22)
-    run = Pass(_group(problem, **({} if macrobatch is None else {"minibatch": 128, "macrobatch": macrobatch})), problem, dys)
+    run = Pass(group_for(problem, **({} if macrobatch is None else {"minibatch": 128, "macrobatch": macrobatch})), problem, dys)
     sums = run.backward(run.new_grads(torch.float32, NAN), overwrite=True)
-    _check(problem, dys, sums, torch.float32)
+    check_gradients(problem, dys, sums, torch.float32)
     for cold in (1, 6):
         assert not sums.dw13[cold].any()
         assert not sums.dw2[cold].any()
@@ -195,7 +167,7 @@ def test_main_grad_modes(macrobatch: int | None) -> None:
 def test_microbatches_sum_exactly(factors: tuple[int, ...], total: int) -> None:
     """One token an expert and dy of powers of two: sums in fp32 main_grad are exact."""
     problem = random_problem([1], 128, 128, 2, 2, seed=5)
-    group = _group(problem)
+    group = group_for(problem)
     ones = [torch.ones(1, 128).bfloat16()]
     run = Pass(group, problem, ones)
     unit = run.backward(run.new_grads(torch.float32, NAN), overwrite=True)
@@ -212,7 +184,7 @@ def test_recompute(ep_size: int) -> None:
     """The context of the forward again, bit for bit, where rows are."""
     problem = random_problem([200] * ep_size, 256, 192, 8, 3, seed=31, missing=0.1)
     for options in ({}, {"minibatch": 128, "macrobatch": 256}):
-        run = Pass(_group(problem, **options), problem, random_dy(problem, 1))
+        run = Pass(group_for(problem, **options), problem, random_dy(problem, 1))
         made = run.recompute()
         for rank, context in enumerate(made):
             rows = min(int(run.schedules[rank].num_rows), run.group.macrobatch)
@@ -225,7 +197,7 @@ def test_graph_replay() -> None:
     """A captured backward follows its inputs; each replay adds to main_grad once."""
     problem = random_problem([300], 256, 192, 8, 3, seed=41, missing=0.1)
     dys = random_dy(problem, 42)
-    run = Pass(_group(problem), problem, dys)
+    run = Pass(group_for(problem), problem, dys)
     want = run.backward(run.new_grads(torch.float32, NAN), overwrite=True)
     grads = run.new_grads(torch.float32, 0.0)
     executor, graph = run.group.executors[0], torch.cuda.CUDAGraph()
