@@ -1,4 +1,4 @@
-"""CUDA graphs of whole passes: replays follow the routes and the inputs, at any time of arrival of the peers, and equal eager calls bit for bit."""
+"""CUDA graphs of whole passes: replays follow routes and inputs, whenever the peers arrive, and equal eager calls bit for bit."""
 
 import pytest
 import torch

@@ -13,7 +13,6 @@ from tests.gpu.backward_runs import (
     assert_same,
     assert_same_bits,
     check_gradients,
-    group_for,
     poison_backward_memory,
     random_dy,
     split_problem,
@@ -52,9 +51,9 @@ def _case(routes: torch.Tensor, seed: int, *, experts: int, hidden: int = 128, i
     return Case(problem, random_dy(problem, seed + 1)[0])
 
 
-def _random_case(tokens: int, seed: int, *, experts: int = 8, topk: int = 2, missing: float = 0.1) -> Case:
+def _random_case(tokens: int, seed: int, *, experts: int = 8, topk: int = 2, missing: float = 0.1, **sizes: int) -> Case:
     routes = random_problem([tokens], 64, 64, experts, topk, seed=seed, missing=missing).topk_experts[0]
-    return _case(routes, seed, experts=experts)
+    return _case(routes, seed, experts=experts, **sizes)
 
 
 def _execute(case: Case, tokens: list[int], *, group: Group | None = None, fill: float | None = None, **options: int) -> Outcome:
@@ -208,13 +207,13 @@ def test_a_t6_tokens_and_topk(tokens: int, topk: int, seed: int) -> None:
 @pytest.mark.parametrize(("experts", "topk"), [(127, 8), (128, 8), (129, 8), (256, 32)])
 def test_a_t6_experts(experts: int, topk: int, seed: int) -> None:
     """Up to all experts of a rank and all routes of a token that are allowed."""
-    case = _random_case(60, seed, experts=experts, topk=topk)
+    case = _random_case(60, seed, experts=experts, topk=topk, hidden=64, inner=64)
     got = _execute(case, [60])
     _check(case, got)
     _assert_equal(_execute(case, [60], minibatch=128, macrobatch=128 * 5), got, "ring")
 
 
 def test_256_local_experts_on_two_ranks(seed: int) -> None:
-    case = _random_case(90, seed, experts=512, topk=32)
+    case = _random_case(90, seed, experts=512, topk=32, hidden=64, inner=64)
     got = _execute(case, [31, 59])
     _check(case, got)
