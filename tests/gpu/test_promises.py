@@ -1,7 +1,7 @@
 """P1, P2, P3 of the design on GPUs, bit for bit, beyond the knobs that the kernels' own tests turn.
 
-P1: the same inputs and config give the same bits in every run. P2: y, dx and d_router_weights do not change with knobs, EP size or the values of
-other tokens. P3: weight gradients do not change with knobs or EP size.
+P1: the same inputs and config give the same bits in every run. P2: y, dx and d_router_weights do not change with knobs, EP size or the values
+of other tokens. P3: weight gradients do not change with knobs or EP size.
 """
 
 import dataclasses
