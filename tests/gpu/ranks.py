@@ -1,7 +1,6 @@
 """What tests of the public functions share: a rank's group and workspace, and its part of a global batch, one GPU a rank.
 
-Bodies of tests are called as fn(rank, ...) in processes of tests/distributed.py: kept ones (fixture ranks2) where nothing goes wrong, fresh
-ones where a workspace or a process ends.
+Bodies of tests are called as fn(rank, ...) in processes of tests/distributed.py: kept ones (fixture ranks2), fresh ones where a process ends.
 """
 
 import dataclasses

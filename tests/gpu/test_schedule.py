@@ -43,20 +43,44 @@ def test_workloads(workload: str) -> None:
         _assert_equal_to_host(group, list(ids.split(tokens)), total, topk)
 
 
-def test_bad_ids_are_reported() -> None:
-    group = Group(1, 64, 2, 64, 64, 8)
-    routes = random_problem([64], 64, 64, 8, 2, seed=1).topk_experts[0]
-    routes[17, 1] = 8
-    group.schedules([routes])
-    code, *_ = group.faults()[0]
-    assert code == 3
-    assert group.faults()[0][8:12] == [1, 17, 1, 8]
+@pytest.mark.parametrize(
+    ("token", "slot", "expert", "kind"),
+    [
+        (17, 1, 8, 1),
+        (0, 0, -2, 1),
+        (63, 1, 2**31 - 1, 1),
+        (5, 0, -(2**31), 1),
+        (9, 1, None, 2),
+        (1, 0, 2**32, 1),
+        (2, 1, 2**31, 1),
+        (3, 1, -(2**63), 1),
+    ],
+)
+def test_a_t4_bad_ids_are_reported(token: int, slot: int, expert: int | None, kind: int) -> None:
+    """Out of range, also where 32 bits of it are an id, or twice in a row; the routes around it are what they were."""
+    narrow = expert is None or -(2**31) <= expert < 2**31
+    for dtype in (torch.int32, torch.int64) if narrow else (torch.int64,):
+        group = Group(2, 64, 2, 64, 64, 8)
+        routes = [r.to(dtype) for r in random_problem([64, 64], 64, 64, 8, 2, seed=1).topk_experts]
+        routes[1][token, slot] = routes[1][token, 0] if expert is None else expert
+        bad = int(routes[1][token, slot])
+        made = group.schedules(routes)
+        faults = group.faults()
+        assert faults[0][0] == 0
+        assert faults[1][0] == 3
+        assert faults[1][8:12] == [kind, token, slot, bad]
+        routes[1][token, slot] = -1
+        assert torch.equal(made[1].topk_experts.cpu(), routes[1].int())
+        assert sum(int(schedule.expert_rows.sum()) for schedule in made) == 2 * 64 * 2 - 1
 
 
 def test_overflow_is_reported() -> None:
+    """No row is written where there is no place for it: the schedule is empty."""
     group = Group(2, 512, 2, 64, 64, 8, capacity=0.25)
     routes = [torch.tensor([[0, 1]] * 512, dtype=torch.int32)] * 2
-    group.schedules(routes)
+    made = group.schedules(routes)[0]
     fault = group.faults()[0]
     assert fault[0] == 4
     assert fault[8:10] == [2048, group.capacity]
+    assert not made.expert_row_offsets.any()
+    assert (made.row_source_rank == -1).all()
