@@ -193,6 +193,30 @@ def test_recompute(ep_size: int) -> None:
                 assert torch.equal(getattr(context, name)[:rows], getattr(run.contexts[rank], name)[:rows]), (options, name)
 
 
+def test_a_missing_peer_is_reported() -> None:
+    """One rank comes to the forward and not to the backward: the other's kernel ends by itself and names it."""
+    problem = random_problem([64, 64], 128, 128, 4, 2, seed=3)
+    run = Pass(group_for(problem), problem, random_dy(problem, 4))
+    group = run.group
+    grads = run.new_grads(torch.float32, 0.0)
+    group.synchronize_devices()
+    with torch.cuda.stream(group.streams[0]):
+        group.executors[0].backward(
+            run.schedules[0],
+            run.contexts[0],
+            *run.operands[0],
+            *run.targets(grads[0], False),
+            timeout_seconds=0.5,
+            sm_reserve=group.sm_reserve,
+        )
+    group.synchronize()
+    code, phase, call, rank, missing, expected, seen, waited = group.faults()[0][:8]
+    assert (code, rank, missing) == (1, 0, 0b10)
+    assert phase in (0, 1)
+    assert seen < expected == call
+    assert 0.5e9 <= waited < 2e9
+
+
 def test_graph_replay() -> None:
     """A captured backward follows its inputs; each replay adds to main_grad once."""
     problem = random_problem([300], 256, 192, 8, 3, seed=41, missing=0.1)
