@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mok_megatron.executors.cuda_backward import OVERWRITE_FLAG
 from mok_megatron.schedule import MoKContext
 from tests.gpu import harness
 from tests.gpu.backward_runs import NAN
@@ -62,7 +63,7 @@ def test_rows_beyond_31_bits(hidden: int, inner: int, free_bytes: int, seed: int
     group.synchronize_devices()
     limits = {"timeout_seconds": harness.TIMEOUT_SECONDS}
     y = executor.forward(schedule, x, *weights, context=context, **limits)
-    words = [[matrix.data_ptr() | 1 for matrix in grad] for grad in grads]  # overwritten
+    words = [[matrix.data_ptr() | OVERWRITE_FLAG for matrix in grad] for grad in grads]
     dx, d_router_weights = executor.backward_into(schedule, context, dy, x, *weights, *words, **limits)
     torch.cuda.synchronize()
     assert not any(fault[0] for fault in group.faults())
