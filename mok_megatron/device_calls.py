@@ -102,7 +102,16 @@ def raise_device_fault(workspace: MoKWorkspace) -> None:
     if fault is not None:
         workspace.fail(fault)
         workspace.failure_raised = True
+        tell_peers(workspace, fault)
         raise fault
+
+
+def tell_peers(workspace: MoKWorkspace, fault: MoKError) -> None:
+    """Publish a bad route, which this rank's kernels alone have seen: without a word the peers would wait for a rank that has raised."""
+    if isinstance(fault, MoKArgumentError):
+        # A stream of its own: the caller may be the watchdog's thread.
+        with torch.cuda.device(workspace.device), torch.cuda.stream(torch.cuda.Stream(workspace.device)):
+            _publish_failure(workspace, str(fault))
 
 
 class DeviceCall:

@@ -94,6 +94,10 @@ def _run() -> None:
                 deadlines[id(workspace)] = (time.monotonic() + GRACE_SECONDS, fault)
                 workspace.fail(fault)
                 _raise_in_main_thread(workspace, fault)
+                if workspace.device.type == "cuda":
+                    from mok_megatron.device_calls import tell_peers
+
+                    tell_peers(workspace, fault)
             elif time.monotonic() > deadlines[id(workspace)][0]:
                 with contextlib.suppress(Exception):
                     print(

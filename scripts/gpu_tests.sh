@@ -12,9 +12,10 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 what=${1:-all}
 [ $# -eq 0 ] || shift
+both=(tests/gpu/test_{alignment,calls,faults,graphs,other_streams,promises,routings,row_offsets}.py)
 case "$what" in
-forward) tests=(tests/gpu/test_schedule.py tests/gpu/test_forward.py tests/gpu/test_functional.py) ;;
-backward) tests=(tests/gpu/test_backward.py tests/gpu/test_functional_backward.py) ;;
+forward) tests=(tests/gpu/test_schedule.py tests/gpu/test_forward.py tests/gpu/test_functional.py "${both[@]}") ;;
+backward) tests=(tests/gpu/test_backward.py tests/gpu/test_functional_backward.py tests/gpu/test_weight_grads.py "${both[@]}") ;;
 megatron) tests=(tests/gpu/test_megatron_*.py) ;;
 all) tests=(tests/gpu) ;;
 *)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -273,6 +274,20 @@ def test_a_refusal_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> None
     device = stub_device(monkeypatch, ep_size=2)
     with pytest.raises(MoKArgumentError, match="topk_experts") as raised:
         functional.build_schedule(device.workspace, device.config, _routes()[:, :1])
+    text = bytes(device.workspace.buffers[1].flags.texts[0, FATAL_RECORD].tolist()).rstrip(b"\0").decode()
+    assert text == str(raised.value)
+
+
+def test_a_bad_route_that_the_kernels_found_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = stub_device(monkeypatch, ep_size=2)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    functional.build_schedule(device.workspace, device.config, _routes())
+    # What the kernels write: code 3, call 1, and in the details the kind of the fault, token, slot and expert.
+    for word, value in ((2, 1), (8, 1), (9, 1), (10, 0), (11, 99), (0, 3)):
+        device.workspace.executor.fault[word] = value
+    with pytest.raises(MoKArgumentError, match=r"schedule of .*topk_experts\[1, 0\]=99: must be -1 or in") as raised:
+        functional.build_schedule(device.workspace, device.config, _routes())
     text = bytes(device.workspace.buffers[1].flags.texts[0, FATAL_RECORD].tolist()).rstrip(b"\0").decode()
     assert text == str(raised.value)
 
