@@ -23,7 +23,8 @@ __device__ __forceinline__ void copy_chunks(Source source, uint4* target, Count 
   for (; at < count; at += threads) target[at] = source[at];
 }
 
-// By all threads of a block. The grid's last block tells every peer that this rank's inputs are in place.
+// By all threads of a block. The grid's last block tells every peer that this rank's inputs are in place. (References: the values are read where
+// they are used, behind the fences, and hold no register before.)
 template <typename Params>
 __device__ __forceinline__ void announce_entered(const Params& params, const int64_t& rank, const int64_t& ep_size) {
   __syncthreads();
