@@ -75,7 +75,7 @@ def check_device_architecture(info: dict[str, Any], capability: tuple[int, int])
         built = ", ".join(f"sm_{arch}" for arch in info["archs"]) or "none (host part only)"
         raise MoKBuildError(
             f"no kernels for this GPU: built for {built}, found compute capability {capability[0]}.{capability[1]} (sm_{found}); "
-            f"build with MOK_ARCH={'SM' + found[:-1]}"
+            + ("build with MOK_ARCH=SM90" if capability == (9, 0) else "there are kernels for Hopper (9.0) alone")
         )
     return found
 

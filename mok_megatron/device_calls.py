@@ -4,6 +4,7 @@ A kernel that gives up writes a record which the host reads without a word to th
 that this rank refuses is told to the peers' kernels by a status record in their memory. Either way the workspace cannot be used any more.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -73,7 +74,9 @@ def device_fault(workspace: MoKWorkspace) -> MoKError | None:
     if code == _OVERFLOW:
         return _capacity_error(workspace, where, workspace.rank, *detail[:2])
     if code == _PEER_FAULT:
-        told = _peer_fault(workspace, where)
+        told = None
+        with contextlib.suppress(RuntimeError):  # the GPU may not take the reading; then the record alone is told
+            told = _peer_fault(workspace, where)
         if told is not None:
             return told
     ranks = tuple(rank for rank in range(workspace.ep_size) if missing >> rank & 1)
@@ -107,10 +110,13 @@ def raise_device_fault(workspace: MoKWorkspace) -> None:
 
 
 def tell_peers(workspace: MoKWorkspace, fault: MoKError) -> None:
-    """Publish a bad route, which this rank's kernels alone have seen: without a word the peers would wait for a rank that has raised."""
+    """Publish a bad route, which this rank's kernels alone have seen: without a word the peers would wait for a rank that has raised.
+
+    Where the GPU takes no more work the peers end by their time-out; the fault is to be raised all the same.
+    """
     if isinstance(fault, MoKArgumentError):
         # A stream of its own: the caller may be the watchdog's thread.
-        with torch.cuda.device(workspace.device), torch.cuda.stream(torch.cuda.Stream(workspace.device)):
+        with contextlib.suppress(RuntimeError), torch.cuda.device(workspace.device), torch.cuda.stream(torch.cuda.Stream(workspace.device)):
             _publish_failure(workspace, str(fault))
 
 

@@ -131,6 +131,11 @@ def _check_tokens(workspace: MoKWorkspace, schedule: object, x: torch.Tensor, ro
     wanted = (workspace.capacity_rows, workspace.num_local_experts, workspace.topk)
     if schedule.sizes != wanted:
         raise MoKArgumentError(f"schedule: is of another workspace: its rows, local experts and topk are {schedule.sizes}, must be {wanted}")
+    if schedule.num_tokens > workspace.num_local_tokens:
+        raise MoKArgumentError(
+            f"schedule: is of another workspace: it has {schedule.num_tokens} tokens, must have at most num_local_tokens="
+            f"{workspace.num_local_tokens}"
+        )
     _check_tensor(x_name, x, (schedule.num_tokens, workspace.hidden_size), (workspace.dtype,), workspace.device)
     _check_tensor("router_weights", router_weights, (schedule.num_tokens, workspace.topk), (torch.float32,), workspace.device)
 

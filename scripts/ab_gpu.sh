@@ -7,14 +7,33 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${MOK_PYTHON:-python3}
-folder=${1:?the folder for logs and the picture}
+[ $# -gt 0 ] || { echo "usage: ab_gpu.sh FOLDER [RUN ...] [-- flags]: the folder for logs and the picture" >&2; exit 2; }
+folder=$1
 shift
 runs=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1"); shift; done
 [ $# -eq 0 ] || shift
 [ ${#runs[@]} -gt 0 ] || runs=(mok mok_again alltoall allgather hybridep moved)
+for run in "${runs[@]}"; do
+    case "$run" in
+    mok | mok_again | mok_fast | alltoall | alltoall_again | allgather | hybridep | moved) ;;
+    *) echo "ab_gpu.sh: no run is called $run" >&2; exit 2 ;;
+    esac
+done
+if ! "$python" -c 'import deep_ep' 2>/dev/null; then
+    kept=()
+    for run in "${runs[@]}"; do
+        if [ "$run" = hybridep ]; then echo "hybridep: deep_ep cannot be imported, skipped"; else kept+=("$run"); fi
+    done
+    runs=("${kept[@]}")
+fi
+count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+[ "$count" -ge 2 ] || { echo "ab_gpu.sh: needs two GPUs" >&2; exit 2; }
+IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((count - 1)))}"
+pairs=$((count / 2))
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
+rm -f "$folder"/*.losses # of earlier runs
 
 launch() { # launch RUN PAIR [flags]: what RUN is, on GPUs 2*PAIR and 2*PAIR+1
     local run=$1 pair=$2 backend flags=() environment=()
@@ -29,25 +48,19 @@ launch() { # launch RUN PAIR [flags]: what RUN is, on GPUs 2*PAIR and 2*PAIR+1
     allgather) backend=megatron flags=(--moe-token-dispatcher-type allgather) ;;
     hybridep) backend=hybridep ;;
     moved) backend=alltoall environment=(MOK_MOVE_INIT=1) ;;
-    *) echo "ab_gpu.sh: no run is called $run" >&2; return 2 ;;
     esac
-    if [ "$run" = hybridep ] && ! "$python" -c 'import deep_ep' 2>/dev/null; then
-        echo "hybridep: deep_ep cannot be imported, skipped"
-        return 0
-    fi
     local began=$SECONDS
-    if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES=$((2 * pair)),$((2 * pair + 1)) \
+    if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES=${gpus[2 * pair]},${gpus[2 * pair + 1]} \
         MASTER_PORT=$((29500 + pair)) timeout -k 10 "${RUN_SECONDS:-900}" \
         "$ROOT/scripts/pretrain_gpu.sh" --moe-backend=$backend "${flags[@]}" "$@" >"$folder/$run.log" 2>&1; then
         echo "$run: $((SECONDS - began)) s, $(grep -m1 -o 'mok_megatron: MoE backend: .*' "$folder/$run.log" || echo 'no line about the backend')"
     else
         echo "$run: FAILED after $((SECONDS - began)) s, see $folder/$run.log"
         tail -n 5 "$folder/$run.log"
+        rm -f "$folder/$run.losses" # what it left is no run
     fi
 }
 
-pairs=$(("$("$python" -c 'import torch; print(torch.cuda.device_count())')" / 2))
-[ "$pairs" -gt 0 ] || { echo "ab_gpu.sh: needs two GPUs" >&2; exit 2; }
 next=0
 for run in "${runs[@]}"; do
     launch "$run" $((next % pairs)) "$@" &
@@ -55,4 +68,4 @@ for run in "${runs[@]}"; do
     [ $((next % pairs)) -ne 0 ] || wait
 done
 wait
-"$python" "$ROOT/scripts/loss_curves.py" "$folder"
+"$python" "$ROOT/scripts/loss_curves.py" "$folder" "${runs[@]}"

@@ -1,14 +1,20 @@
 """Reads the *.losses of ab_gpu.sh in a folder: prints how far MoK is from the stock runs and writes losses.json and, with matplotlib, loss.png.
 
+    python scripts/loss_curves.py FOLDER [RUN ...]      the runs that must be there; default: those that are
+
 The spread of a step is the largest loss of the stock runs less the smallest. MoK passes where its largest distance from a stock run, over all
-steps, is at most twice the largest spread. Exit code: 0 it passes (and runs that should have the same bits have), 1 it does not, 2 no runs.
+steps, is at most twice the largest spread, and where the runs mok and mok_again have the same bits. Every run must have every step, and finite
+losses. Exit code: 0 it passes, 1 it does not or it cannot be told (no run of MoK, fewer than two stock runs, a run that is not whole), 2 no
+runs or no folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +32,31 @@ def read(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def summarise(runs: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """What is printed, as JSON values."""
+def summarise(runs: dict[str, dict[int, float]], asked: Sequence[str] = ()) -> dict[str, Any]:
+    """What is printed, as JSON values. `passed` is None where it cannot be told, which `doubts` explain."""
     stock = {name: run for name, run in runs.items() if name in STOCK}
-    answer: dict[str, Any] = {"steps": {name: len(run) for name, run in runs.items()}, "passed": None}
+    ours = [name for name in OURS if name in runs]
+    steps = sorted(set().union(*runs.values()))
+    doubts = [f"{name} has no losses" for name in asked if name not in runs]
+    doubts += [f"{name} has {len(run)} of {len(steps)} steps" for name, run in runs.items() if len(run) < len(steps)]
+    doubts += [f"{name} has losses that are not finite" for name, run in runs.items() if not all(map(math.isfinite, run.values()))]
+    if not ours or len(stock) < 2:
+        doubts.append(f"there are {len(ours)} runs of MoK and {len(stock)} stock runs, of at least one and two")
+    answer: dict[str, Any] = {"steps": {name: len(run) for name, run in runs.items()}, "passed": None, "doubts": doubts}
     answer["last loss"] = {name: run[max(run)] for name, run in runs.items()}
-    if len(stock) > 1:
-        steps = sorted(set.intersection(*(set(run) for run in stock.values())))
-        spread = {step: max(run[step] for run in stock.values()) - min(run[step] for run in stock.values()) for step in steps}
-        answer["largest spread of stock"] = max(spread.values())
-        answer["mean spread of stock"] = sum(spread.values()) / len(spread)
-        distances = {}
-        for name in OURS:
-            if name in runs:
-                off = [max(abs(runs[name][s] - run[s]) for run in stock.values()) for s in steps if s in runs[name]]
-                distances[name] = {"largest": max(off), "mean": sum(off) / len(off), "steps": len(off)}
-        answer["distance from stock"] = distances
-        if distances:
-            answer["passed"] = all(
-                d["largest"] <= 2 * answer["largest spread of stock"] and d["steps"] == len(steps) for d in distances.values()
-            )
     if {"mok", "mok_again"} <= runs.keys():
         first, second = runs["mok"], runs["mok_again"]
-        differing = [step for step in first if second.get(step) != first[step]]
+        differing = [step for step in steps if second.get(step) != first.get(step)]
         answer["mok and mok_again"] = "the same bits at every step" if not differing else f"differ from iteration {differing[0]} on"
-        answer["passed"] = answer["passed"] is not False and not differing and len(first) == len(second)
+    if doubts:
+        return answer
+    spread = [max(run[step] for run in stock.values()) - min(run[step] for run in stock.values()) for step in steps]
+    answer["largest spread of stock"] = max(spread)
+    answer["mean spread of stock"] = sum(spread) / len(spread)
+    distances = {name: [max(abs(runs[name][step] - run[step]) for run in stock.values()) for step in steps] for name in ours}
+    answer["distance from stock"] = {name: {"largest": max(off), "mean": sum(off) / len(off)} for name, off in distances.items()}
+    near = all(max(off) <= 2 * max(spread) for off in distances.values())
+    answer["passed"] = near and not answer.get("mok and mok_again", "").startswith("differ")
     return answer
 
 
@@ -75,19 +81,24 @@ def draw(runs: dict[str, dict[int, float]], target: Path) -> None:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
+        print("usage: loss_curves.py FOLDER [RUN ...], a folder with *.losses", file=sys.stderr)
+        return 2
+    folder, asked = Path(sys.argv[1]), sys.argv[2:]
     runs = read(folder)
+    if asked:
+        runs = {name: run for name, run in runs.items() if name in asked}
     if not runs:
         print(f"no losses in {folder}")
         return 2
-    answer = summarise(runs)
+    answer = summarise(runs, asked)
     print(json.dumps(answer, indent=1))
     (folder / "losses.json").write_text(json.dumps({"summary": answer, "losses": runs}))
     if importlib.util.find_spec("matplotlib") is not None:
         draw(runs, folder / "loss.png")
     else:
         print("no picture: matplotlib is not installed here; run this again where it is")
-    return 0 if answer["passed"] is not False else 1
+    return 0 if answer["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -41,7 +41,13 @@ def run(settings: BenchSettings) -> int:
         )
     if settings.device == "cpu" and int(os.environ.get("RANK", "0")) == 0:
         print("on the CPU, with gloo in NCCL's place: these times say nothing about a GPU")
-    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+        probe = settings.out / f"layer.{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise MoKArgumentError(f"out={str(settings.out)!r}: must be a folder that can be written: {error}") from error
     if world > 1:
         return _run_rank(settings, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), None)
     if settings.ep == 1:

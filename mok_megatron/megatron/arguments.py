@@ -112,11 +112,13 @@ def finish_arguments(args: Namespace) -> None:
     for name, value in DISPATCHER_FLAGS.get(args.moe_backend, {}).items():
         setattr(args, name, value)
     if args.moe_backend == "mok":
-        settings.resolve(args)
+        run = settings.resolve(args)
         # A YAML file replaces the arguments after this point: the layers ask again, with what the model is made of.
         if getattr(args, "yaml_cfg", None) is None:
             support.require_supported(args)
         support.require_runnable(support.compute_capability())
+        if (num_sms := support.num_sms()) is not None:
+            run.config.check_sms(num_sms)
 
 
 class _RaisingParser(ArgumentParser):

@@ -78,7 +78,7 @@ class WeightReader:
     def __init__(self) -> None:
         self._weights: ExpertWeights | None = None
         self._experts: nn.Module | None = None
-        self._tables: list[tuple[dict[str, Any], int]] = []
+        self._tables: list[tuple[nn.Module, dict[str, Any], dict[str, Any], int]] = []
         self._entries: list[tuple[dict[str, Any], str, Any]] = []
 
     def __reduce__(self) -> tuple[type[WeightReader], tuple[()]]:
@@ -88,15 +88,14 @@ class WeightReader:
         """As :func:`read_weights`."""
         if self._weights is None or self._experts is not experts or not self._holds():
             self._weights, self._experts = read_weights(experts, num_local_experts), experts
-            tables = [table for module in experts.modules() for table in (module._modules, module._parameters)]
-            self._tables = [(table, len(table)) for table in tables]
-            self._entries = [(table, key, value) for table in tables for key, value in table.items()]
+            self._tables = [(m, m._modules, m._parameters, len(m._modules) + len(m._parameters)) for m in experts.modules()]
+            self._entries = [(table, key, value) for _, *tables, _ in self._tables for table in tables for key, value in table.items()]
         return self._weights
 
     def _holds(self) -> bool:
         """Whether nothing was added, taken away or replaced."""
-        for table, size in self._tables:
-            if len(table) != size:
+        for module, modules, parameters, size in self._tables:
+            if module._modules is not modules or module._parameters is not parameters or len(modules) + len(parameters) != size:
                 return False
         for table, key, value in self._entries:  # noqa: SIM110 - at each call, and all() takes twice as long
             if table.get(key) is not value:

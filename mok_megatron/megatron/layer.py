@@ -72,12 +72,13 @@ class MoKMoELayer(MoELayer):
 
     def _mok_workspace(self, x: Tensor, weights: ExpertWeights) -> functional.MoKWorkspace:
         found = _last_workspaces.get(self)
-        if found is not None and found[1] == (x.device, x.dtype, x.shape[1]):
+        form = (x.device, x.dtype, x.shape[1], weights.intermediate_size)
+        if found is not None and found[1] == form:
             workspace = found[0]
             if workspace.failure is None and workspace.buffers and x.shape[0] <= workspace.num_local_tokens:
                 return workspace
         workspace = self._mok_find_workspace(x, weights)
-        _last_workspaces[self] = workspace, (x.device, x.dtype, x.shape[1])
+        _last_workspaces[self] = workspace, form
         return workspace
 
     def _mok_find_workspace(self, x: Tensor, weights: ExpertWeights) -> functional.MoKWorkspace:

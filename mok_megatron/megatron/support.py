@@ -97,6 +97,11 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def num_sms() -> int | None:
+    """Multiprocessors of the GPU that this process trains on; None where it sees none."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else None
+
+
 def require_runnable(capability: tuple[int, int] | None) -> None:
     """Refuses to start where MoK was asked for and cannot run; there is no silent other way.
 

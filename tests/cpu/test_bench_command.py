@@ -72,6 +72,7 @@ def test_run_at_ep_2_starts_its_own_processes(tmp_path: Path) -> None:
         (["--knob", "minibatch_size=100"], ["minibatch_size=100", "multiple of 128"]),
         (["--knob", "turbo=1"], ["turbo=1", "no such knob"]),
         (["--out", __file__], ["out=", "must be a folder"]),
+        (["--out", "/proc/nobody/can/write"], ["out=", "must be a folder that can be written"]),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

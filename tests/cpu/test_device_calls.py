@@ -292,6 +292,20 @@ def test_a_bad_route_that_the_kernels_found_is_told_to_the_peers(monkeypatch: py
     assert text == str(raised.value)
 
 
+def test_a_bad_route_is_raised_also_where_the_peers_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = stub_device(monkeypatch, ep_size=2)
+
+    def no_stream(_: Any) -> None:
+        raise RuntimeError("CUDA error: a stream is being captured")
+
+    monkeypatch.setattr(torch.cuda, "Stream", no_stream)
+    functional.build_schedule(device.workspace, device.config, _routes())
+    for word, value in ((2, 1), (8, 2), (9, 1), (10, 0), (11, 1), (0, 3)):
+        device.workspace.executor.fault[word] = value
+    with pytest.raises(MoKArgumentError, match=r"topk_experts\[1, 0\]=1: must not repeat"):
+        functional.build_schedule(device.workspace, device.config, _routes())
+
+
 def test_a_launch_that_fails_is_fatal(device: StubDevice) -> None:
     device.library.code = 700
     with pytest.raises(MoKError, match="mok_sm90_schedule failed with CUDA error 700"):

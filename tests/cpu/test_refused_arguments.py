@@ -35,6 +35,21 @@ def test_a_schedule_of_another_workspace(batch: Batch, sizes: dict[str, int]) ->
     _works(batch)
 
 
+def test_a_schedule_with_more_tokens_than_the_workspace_has(batch: Batch) -> None:
+    """Of a larger workspace whose other sizes are the same, since padding hides ten tokens."""
+    more = random_batch(2, TOKENS + 10)
+    config, larger = workspace_for(more, Run((TOKENS + 10,)), None)
+    schedule = functional.build_schedule(larger, config, more.topk_experts)
+    _, workspace = workspace_for(batch, Run((TOKENS,)), None)
+    if larger.num_local_tokens == workspace.num_local_tokens:
+        functional.clear_workspaces()
+        _, workspace = workspace_for(batch, Run((TOKENS,)), None)
+    assert schedule.sizes == (workspace.capacity_rows, workspace.num_local_experts, workspace.topk)
+    with pytest.raises(MoKArgumentError, match=f"schedule: .* has {TOKENS + 10} tokens, must have at most num_local_tokens={TOKENS}"):
+        functional.forward(config, workspace, schedule, more.x, more.router_weights, batch.w13, batch.w2)
+    _works(batch)
+
+
 def test_a_config_of_other_sizes(batch: Batch) -> None:
     _, workspace = workspace_for(batch, Run((TOKENS,)), None)
     with pytest.raises(MoKArgumentError, match=r"config\.minibatch_size=256: the workspace was made with None"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mok_megatron import MoKArgumentError, MoKConfig
-from mok_megatron.megatron import settings
+from mok_megatron.megatron import settings, support
 from mok_megatron.megatron.arguments import add_mok_arguments, knob_types
 
 MEGATRON_FLAGS = {
@@ -119,6 +119,19 @@ def test_a_bad_value_ends_the_program_with_a_short_text(argv: list[str], text: s
     error = capsys.readouterr().err
     assert text in error
     assert "usage:" not in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"), [(["--mok-bwd-num-comm-sms", "4"], "bwd_num_comm_sms=4: must be 0"), (["--mok-sm-reserve", "131"], "132 SMs")]
+)
+def test_a_knob_that_no_gpu_of_these_takes_ends_the_program(
+    argv: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse("--moe-backend", "mok", *MODEL, *argv)  # without a GPU they have no meaning
+    monkeypatch.setattr(support, "num_sms", lambda: 132)
+    with pytest.raises(SystemExit):
+        parse("--moe-backend", "mok", *MODEL, *argv)
+    assert text in capsys.readouterr().err
 
 
 def test_refusals_are_mok_matters_only() -> None:

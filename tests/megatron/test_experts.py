@@ -294,6 +294,10 @@ def test_a_reader_sees_what_was_replaced_since_its_last_call(module: type[nn.Mod
     replaced = nn.Parameter(owner._parameters[name].detach().clone())
     setattr(owner, name, replaced)
     assert any(p is replaced for p in reader.read(experts, E).parameters)
+    # A wrapper may bring a table of its own.
+    third = nn.Parameter(replaced.detach().clone())
+    owner.__dict__["_parameters"] = {**owner._parameters, name: third}
+    assert any(p is third for p in reader.read(experts, E).parameters)
     other = module(*matrices(2))
     assert set(reader.read(other, E).parameters) == set(other.parameters())
     owner.register_parameter("bias", nn.Parameter(torch.zeros(1)))
