@@ -245,7 +245,7 @@ class CudaExecutor:
         self._peers = peers = [rank.pointers() for rank in memory]
         self._layout = ScheduleLayout(shape.capacity_rows, experts, shape.topk)
         # Looked up once: the object that torch.cuda.current_stream() makes costs several times the launch's own words.
-        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self._raw_stream, self._current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
         common = {"rank": shape.rank, "ep_size": shape.ep_size, "topk": shape.topk, "num_local_experts": experts}
         shared = {"state": self._state.data_ptr(), "fault": self.fault.data_ptr()}
         self._backward_memory: BackwardMemory | None = None
@@ -306,7 +306,13 @@ class CudaExecutor:
         }
 
     def _launch(self, function: Callable[[int, int], int], block: CallBlock) -> None:
-        code = function(block.address, self._raw_stream(self.device.index))
+        index = self.device.index
+        if self._current_device() == index:
+            code = function(block.address, self._raw_stream(index))
+        else:
+            # The runtime launches on the thread's current device.
+            with torch.cuda.device(self.device):
+                code = function(block.address, self._raw_stream(index))
         if code >= _MISALIGNED:
             matrix, index = divmod(code - _MISALIGNED, 1000)
             raise MoKArgumentError(f"{('w13', 'w2')[matrix]}[{index}]: address must be a multiple of {ALIGNMENT}")

@@ -88,6 +88,7 @@ def stub_device(monkeypatch: pytest.MonkeyPatch, ep_size: int = 1) -> StubDevice
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU's device
     workspace, library = host_workspace(ep_size), StubLibrary()
     shape, rows = workspace.shape, workspace.macrobatch_size
     workspace.call_log = CallLog()

@@ -306,6 +306,16 @@ def test_a_bad_route_is_raised_also_where_the_peers_cannot_be_told(monkeypatch: 
         functional.build_schedule(device.workspace, device.config, _routes())
 
 
+def test_a_launch_is_on_the_workspaces_device_wherever_the_thread_is(device: StubDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda d: entered.append(d) or contextlib.nullcontext())
+    functional.build_schedule(device.workspace, device.config, _routes())
+    assert not entered
+    device.workspace.executor._current_device = lambda: 3
+    functional.build_schedule(device.workspace, device.config, _routes())
+    assert entered == [device.workspace.device]
+
+
 def test_a_launch_that_fails_is_fatal(device: StubDevice) -> None:
     device.library.code = 700
     with pytest.raises(MoKError, match="mok_sm90_schedule failed with CUDA error 700"):
