@@ -117,8 +117,7 @@ def finish_arguments(args: Namespace) -> None:
         if getattr(args, "yaml_cfg", None) is None:
             support.require_supported(args)
         support.require_runnable(support.compute_capability())
-        if (num_sms := support.num_sms()) is not None:
-            run.config.check_sms(num_sms)
+        support.require_sms(run.config)
 
 
 class _RaisingParser(ArgumentParser):

@@ -82,8 +82,7 @@ def _build_mok_layer(build: Any, layer: Any, run: settings.RunSettings, args: An
         support.require_supported(run_args)  # of a YAML file, or changed since they were parsed
     support.require_supported(config)
     support.require_runnable(support.compute_capability())
-    if (num_sms := support.num_sms()) is not None:
-        run.config.check_sms(num_sms)
+    support.require_sms(run.config)
     if type(layer) is not moe_layer.MoELayer:
         raise MoKUnsupportedError(f"--moe-backend=mok takes the place of MoELayer's experts, and {type(layer).__name__} is a class of its own")
     pg_collection = bound.get("pg_collection")

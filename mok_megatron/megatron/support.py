@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mok_megatron import build
+from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKBuildError, MoKUnsupportedError
 from mok_megatron.megatron.feature_table import FEATURES, MISSING, Feature, Values
 
@@ -26,6 +27,7 @@ __all__ = [
     "compute_capability",
     "namespace_from_argv",
     "require_runnable",
+    "require_sms",
     "require_supported",
     "split_flags",
 ]
@@ -100,6 +102,16 @@ def compute_capability() -> tuple[int, int] | None:
 def num_sms() -> int | None:
     """Multiprocessors of the GPU that this process trains on; None where it sees none."""
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else None
+
+
+def require_sms(config: MoKConfig) -> None:
+    """Refuses knobs that leave a pass no multiprocessors on the GPU that this process trains on.
+
+    Raises:
+        MoKArgumentError: names the knob, its value and the rule.
+    """
+    if (sms := num_sms()) is not None:
+        config.check_sms(sms)
 
 
 def require_runnable(capability: tuple[int, int] | None) -> None:
