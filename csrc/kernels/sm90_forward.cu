@@ -224,7 +224,11 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   enter.totals = reinterpret_cast<PassTotals*>(call.records);
   enter.comm_records = reinterpret_cast<TaskRecord*>(call.records + sizeof(TaskRecord));
   enter.compute_records = enter.comm_records + max_comm_tasks(call.capacity_blocks);
-  code = launch_chained(enter_kernel, sms, kEnterThreads, 0, stream, enter);
+  // With nothing to copy a few blocks do, and the others' SMs are free for the megakernel's to come up.
+  const int64_t most_tasks = call.capacity_blocks * (ceil_div(call.intermediate, kGateUpCols) + ceil_div(call.hidden, kHiddenCols)) +
+                             ceil_div(call.num_tokens, kReduceTokens) + max_comm_tasks(call.capacity_blocks);
+  const int64_t enter_blocks = call.ep_size == 1 ? min_of(sms, ceil_div(most_tasks, kEnterThreads)) : sms;
+  code = launch_chained(enter_kernel, static_cast<int>(enter_blocks), kEnterThreads, 0, stream, enter);
   if (code != cudaSuccess) return code;
 
   fill_pass(params, enter, call);

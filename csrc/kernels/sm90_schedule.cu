@@ -1,7 +1,7 @@
 // The route schedule on the device: equal to schedule/route_schedule.h bit for bit.
 //
-// Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. A chunk is what
-// one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
+// Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. One rank counts what
+// it publishes, in two launches. A chunk is what one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
 #include <cuda_runtime.h>
 
 #include "../comm/sm90_wait.cuh"
@@ -13,7 +13,7 @@ namespace mok {
 namespace {
 
 constexpr int kChunkRoutes = 512;
-constexpr int kPublishThreads = 256, kScatterThreads = 256;
+constexpr int kPublishThreads = 256, kCountThreads = 256, kScatterThreads = 256;
 
 // At least one, so that a group that brings no token launches something.
 int64_t chunks_of_rank(int64_t max_tokens, int64_t topk) {
@@ -51,33 +51,40 @@ __device__ void report_route(const ScheduleCall& call, int64_t kind, int64_t tok
   ptx::store_release_system(&record->code, 3);
 }
 
+// The id of route `i` of this rank, checked: -1 where it is bad, which is reported.
+__device__ __forceinline__ int32_t checked_route(const ScheduleCall& call, int64_t i) {
+  const auto id = [&](int64_t at) {
+    return call.wide_ids != 0 ? reinterpret_cast<const int64_t*>(call.topk_experts)[at]
+                              : static_cast<int64_t>(reinterpret_cast<const int32_t*>(call.topk_experts)[at]);
+  };
+  const int64_t expert = id(i), token = i / call.topk, slot = i % call.topk;
+  if (expert < -1 || expert >= call.num_local_experts * call.ep_size) {
+    report_route(call, 1, token, slot, expert);
+    return -1;
+  }
+  for (int64_t earlier = token * call.topk; expert != -1 && earlier < i; ++earlier) {
+    if (id(earlier) == expert) {
+      report_route(call, 2, token, slot, expert);
+      return -1;
+    }
+  }
+  return static_cast<int32_t>(expert);
+}
+
+__device__ __forceinline__ int32_t* routes_of(const ScheduleCall& call, int64_t rank, int64_t parity) {
+  return reinterpret_cast<int32_t*>(call.peers.routes[rank]) + parity * call.max_tokens * call.topk;
+}
+
 __global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_constant__ ScheduleParams params) {
   ptx::allow_next_kernel();
   const ScheduleCall& call = params.call;
   const int64_t number = current_call(call), parity = number % 2;
-  const int64_t routes = call.num_tokens * call.topk, experts = call.num_local_experts * call.ep_size;
-  int32_t* shared_routes = reinterpret_cast<int32_t*>(call.peers.routes[call.rank]) + parity * call.max_tokens * call.topk;
+  const int64_t routes = call.num_tokens * call.topk;
+  int32_t* shared_routes = routes_of(call, call.rank, parity);
   int32_t* own = reinterpret_cast<int32_t*>(call.own_routes);
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPublishThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPublishThreads + threadIdx.x; i < routes; i += threads) {
-    const auto id = [&](int64_t at) {
-      return call.wide_ids != 0 ? reinterpret_cast<const int64_t*>(call.topk_experts)[at]
-                                : static_cast<int64_t>(reinterpret_cast<const int32_t*>(call.topk_experts)[at]);
-    };
-    int64_t expert = id(i);
-    const int64_t token = i / call.topk, slot = i % call.topk;
-    if (expert < -1 || expert >= experts) {
-      report_route(call, 1, token, slot, expert);
-      expert = -1;
-    }
-    for (int64_t earlier = token * call.topk; expert != -1 && earlier < i; ++earlier) {
-      if (id(earlier) == expert) {
-        report_route(call, 2, token, slot, expert);
-        expert = -1;
-      }
-    }
-    shared_routes[i] = static_cast<int32_t>(expert);
-    own[i] = static_cast<int32_t>(expert);
+    shared_routes[i] = own[i] = checked_route(call, i);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -93,6 +100,41 @@ __global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_c
   }
 }
 
+// Counts of one chunk's routes by local expert, over all threads of a block; `visit(i)` tells the local expert of route i of the chunk, or -1.
+template <int kThreads, typename Visit>
+__device__ __forceinline__ void count_chunk(const ScheduleParams& params, int32_t (&counts)[kMaxLocalExperts], Visit visit) {
+  const int64_t experts = params.call.num_local_experts;
+  for (int64_t e = threadIdx.x; e < experts; e += kThreads) counts[e] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int step = 0; step < kChunkRoutes / kThreads; ++step) {
+    const int32_t expert = visit(step * kThreads + static_cast<int>(threadIdx.x));
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+  }
+  __syncthreads();
+  int32_t* out = params.chunk_counts + static_cast<int64_t>(blockIdx.x) * experts;
+  for (int64_t e = threadIdx.x; e < experts; e += kThreads) out[e] = counts[e];
+}
+
+// One rank: nobody to wait for. A block a chunk.
+__global__ void __launch_bounds__(kPublishThreads) publish_and_count_kernel(const __grid_constant__ ScheduleParams params) {
+  ptx::allow_next_kernel();
+  __shared__ int32_t counts[kMaxLocalExperts];
+  const ScheduleCall& call = params.call;
+  const int64_t parity = current_call(call) % 2, first = static_cast<int64_t>(blockIdx.x) * kChunkRoutes, routes = call.num_tokens * call.topk;
+  const bool aborted = reinterpret_cast<const DeviceState*>(call.state)->aborted != 0;
+  int32_t* shared_routes = routes_of(call, 0, parity);
+  int32_t* own = reinterpret_cast<int32_t*>(call.own_routes);
+  count_chunk<kPublishThreads>(params, counts, [&](int at) {
+    const int64_t i = first + at;
+    if (i >= routes) return -1;
+    const int32_t expert = checked_route(call, i);
+    shared_routes[i] = own[i] = expert;
+    return aborted ? -1 : expert;
+  });
+  if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<int64_t*>(call.peers.num_tokens[0])[parity] = aborted ? 0 : call.num_tokens;
+}
+
 // Walks one chunk in order. `visit(expert, same, rank, i)` gets each route's local expert (-1: not this rank's), the lanes that have the same
 // one, and where the route stands. All loads come first: those from a peer take microseconds.
 template <typename Visit>
@@ -103,7 +145,7 @@ __device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t
   const int64_t tokens = reinterpret_cast<const int64_t*>(call.peers.num_tokens[rank])[parity];
   const int64_t end = min_of(first + kChunkRoutes, tokens * call.topk);
   const int64_t allocated = min_of(first + kChunkRoutes, call.max_tokens * call.topk);
-  const int32_t* routes = reinterpret_cast<const int32_t*>(call.peers.routes[rank]) + parity * call.max_tokens * call.topk;
+  const int32_t* routes = routes_of(call, rank, parity);
   const int32_t first_expert = static_cast<int32_t>(call.rank * call.num_local_experts);
   constexpr int kSteps = kChunkRoutes / 32;
   int32_t experts[kSteps];
@@ -121,25 +163,26 @@ __device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t
   }
 }
 
-__global__ void __launch_bounds__(32) count_kernel(const __grid_constant__ ScheduleParams params) {
+__global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_constant__ ScheduleParams params) {
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
   __shared__ int32_t counts[kMaxLocalExperts];
-  const uint32_t lane = threadIdx.x;
-  const WaitContext context = wait_context(params.call);
-  bool ready = true;
-  if (lane == 0) ready = wait_peers(context, kFlagEntered, kPhaseSchedule);
-  ready = __shfl_sync(0xffffffffu, ready, 0);
-  for (int64_t e = lane; e < params.call.num_local_experts; e += 32) counts[e] = 0;
-  __syncwarp();
-  if (ready) {
-    walk_chunk(params, blockIdx.x, current_call(params.call) % 2, lane, [&](int32_t expert, uint32_t same, int64_t, int64_t) {
-      if (expert >= 0 && __ffs(same) - 1 == static_cast<int>(lane)) counts[expert] += __popc(same);
-      __syncwarp();
-    });
-  }
-  int32_t* out = params.chunk_counts + static_cast<int64_t>(blockIdx.x) * params.call.num_local_experts;
-  for (int64_t e = lane; e < params.call.num_local_experts; e += 32) out[e] = counts[e];
+  __shared__ bool ready;
+  const ScheduleCall& call = params.call;
+  if (threadIdx.x == 0) ready = wait_peers(wait_context(call), kFlagEntered, kPhaseSchedule);
+  __syncthreads();
+  const int64_t parity = current_call(call) % 2, rank = blockIdx.x / params.chunks_per_rank;
+  const int64_t first = blockIdx.x % params.chunks_per_rank * kChunkRoutes;
+  const int64_t routes = ready ? reinterpret_cast<const int64_t*>(call.peers.num_tokens[rank])[parity] * call.topk : 0;
+  const int64_t allocated = call.max_tokens * call.topk;
+  const int32_t* ids = routes_of(call, rank, parity);
+  const int32_t first_expert = static_cast<int32_t>(call.rank * call.num_local_experts);
+  count_chunk<kCountThreads>(params, counts, [&](int at) {
+    const int64_t i = first + at;
+    // Loaded before the number of tokens is known: it comes from a peer, too.
+    const int32_t expert = ready && i < allocated ? ids[i] - first_expert : -1;
+    return i < routes && expert < call.num_local_experts ? expert : -1;
+  });
 }
 
 // Every block adds up all chunks' counts for itself: positions of its own chunk's routes, rows and padded offsets of the experts. Then the first
@@ -155,21 +198,29 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   const int64_t experts = call.num_local_experts, chunks = params.chunks_per_rank * call.ep_size, chunk = blockIdx.x;
   // Counted on before the call number moves on, below.
   const int64_t number = current_call(call);
-  for (int64_t expert = threadIdx.x; expert < experts; expert += kScatterThreads) {
-    int32_t before = 0, sum = 0;
-    constexpr int kUnroll = 16;
-    for (int64_t first = 0; first < chunks; first += kUnroll) {
-      int32_t counts[kUnroll];
+  for (int64_t expert = threadIdx.x; expert < experts; expert += kScatterThreads) cursor[expert] = expert_rows[expert] = 0;
+  __syncthreads();
+  // Groups of threads as wide as the experts, each with a share of the chunks.
+  const int64_t width = experts <= kScatterThreads ? experts : kScatterThreads, groups = kScatterThreads / width;
+  const int64_t group = threadIdx.x / width;
+  if (group < groups) {
+    const int64_t share = ceil_div(chunks, groups), begin = group * share, end = min_of(begin + share, chunks);
+    for (int64_t expert = threadIdx.x % width; expert < experts; expert += width) {
+      int32_t before = 0, sum = 0;
+      constexpr int kUnroll = 16;
+      for (int64_t first = begin; first < end; first += kUnroll) {
+        int32_t counts[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) counts[i] = first + i < chunks ? params.chunk_counts[(first + i) * experts + expert] : 0;
+        for (int i = 0; i < kUnroll; ++i) counts[i] = first + i < end ? params.chunk_counts[(first + i) * experts + expert] : 0;
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        if (first + i == chunk) before = sum;
-        sum += counts[i];
+        for (int i = 0; i < kUnroll; ++i) {
+          sum += counts[i];
+          if (first + i < chunk) before += counts[i];
+        }
       }
+      if (before != 0) atomicAdd(&cursor[expert], before);
+      if (sum != 0) atomicAdd(&expert_rows[expert], sum);
     }
-    cursor[expert] = before;
-    expert_rows[expert] = sum;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -256,9 +307,15 @@ int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
   const int64_t routes = call.num_tokens * call.topk;
   const int publish_blocks = static_cast<int>(routes == 0 ? 1 : min_of(ceil_div(routes, kPublishThreads), 512));
   const int chunks = static_cast<int>(params.chunks_per_rank * call.ep_size);
-  publish_kernel<<<publish_blocks, kPublishThreads, 0, stream>>>(params);
-  int code = cudaGetLastError();
-  if (code == cudaSuccess) code = launch_chained(count_kernel, chunks, 32, 0, stream, params);
+  int code;
+  if (call.ep_size == 1) {
+    publish_and_count_kernel<<<chunks, kPublishThreads, 0, stream>>>(params);
+    code = cudaGetLastError();
+  } else {
+    publish_kernel<<<publish_blocks, kPublishThreads, 0, stream>>>(params);
+    code = cudaGetLastError();
+    if (code == cudaSuccess) code = launch_chained(count_kernel, chunks, kCountThreads, 0, stream, params);
+  }
   if (code == cudaSuccess) code = launch_chained(scatter_kernel, chunks, kScatterThreads, 0, stream, params);
   return code;
 }
@@ -268,6 +325,7 @@ int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
 int load_schedule_kernels() {
   cudaFuncAttributes attributes;
   int code = cudaFuncGetAttributes(&attributes, publish_kernel);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, publish_and_count_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, count_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, scatter_kernel);
   return code;
