@@ -8,6 +8,7 @@ one unit in the last place, up or down: how far a run gets from itself by roundi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -54,6 +55,7 @@ def _write_losses(target: Path) -> None:
     if writes:
         target.write_text("")
 
+    @functools.wraps(original)
     def log(*args: Any, **kwargs: Any) -> Any:
         values = signature.bind(*args, **kwargs).arguments
         losses = values["loss_dict"]

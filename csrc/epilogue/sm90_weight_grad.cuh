@@ -12,7 +12,7 @@ constexpr int64_t kGradOverwrite = 1, kGradBf16 = 2, kGradAddress = ~int64_t{15}
 // fp32 gradients of experts with many rows are added to by L2, with copies out of shared memory for which nobody waits: nothing is loaded, and
 // the epilogue is half as long. But L2 adds at a quarter of the rate at which it reads and writes (about 1 TB/s on H200), so that a tile of
 // fewer stages, each 64 rows of the expert, is through before L2 is; such a tile loads, adds and stores. The bits are the same on either way: an
-// element gets one addition a pass, rounded to nearest, subnormal numbers taken for zero.
+// element gets one addition a pass, rounded to nearest, subnormal numbers kept.
 constexpr int32_t kLeastStagesOfL2Adds = 24;
 
 __device__ __forceinline__ bool adds_in_l2(int64_t grad, int32_t stages) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ void store_fp32_grad(const float (&accumulators)[128]
     for (uint32_t i = 0; i < 8; ++i) {
       const float4 sum = ptx::load_shared_floats(chunk_at(2 * i + (lane >> 4), lane & 15));
       rows[i * pitch / 2] = overwrite ? sum
-                                      : make_float4(ptx::add_flushed(before[i].x, sum.x), ptx::add_flushed(before[i].y, sum.y),
-                                                    ptx::add_flushed(before[i].z, sum.z), ptx::add_flushed(before[i].w, sum.w));
+                                      : make_float4(__fadd_rn(before[i].x, sum.x), __fadd_rn(before[i].y, sum.y),
+                                                    __fadd_rn(before[i].z, sum.z), __fadd_rn(before[i].w, sum.w));
     }
     __syncwarp();
   }

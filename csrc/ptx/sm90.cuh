@@ -138,7 +138,7 @@ __device__ __forceinline__ void load_tile_multicast(uint32_t target, const CUten
       : "memory");
 }
 
-// Adds shared memory to an fp32 tensor in the L2 cache, as `add_flushed` does; elements outside of the tensor are left out.
+// Adds shared memory to an fp32 tensor in the L2 cache, as __fadd_rn does, subnormal numbers kept; elements outside of the tensor are left out.
 __device__ __forceinline__ void add_tile(const CUtensorMap* map, uint32_t source, int32_t column, int32_t row) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source),
                "r"(column), "r"(row)
@@ -250,13 +250,6 @@ __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// Rounded to nearest, subnormal numbers taken for zero.
-__device__ __forceinline__ float add_flushed(float a, float b) {
-  float sum;
-  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
-  return sum;
 }
 
 __device__ __forceinline__ uint64_t global_nanoseconds() {

@@ -132,10 +132,13 @@ def _log_load_too(training_log: Any) -> Any:
     def log(*args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
         run_args = compat.training_args()
-        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-        if getattr(run_args, "mok_log_expert_load", False) and iteration % run_args.log_interval == 0:
-            for line in metrics.collect().lines():
-                say(f"iteration {iteration}: expert load, {line}")
+        if getattr(run_args, "mok_log_expert_load", False):
+            # A wrapper without names may stand between: then Megatron's own count of finished iterations tells.
+            arguments = signature.bind(*args, **kwargs).arguments
+            iteration = arguments["iteration"] if "iteration" in arguments else run_args.curr_iteration + 1
+            if iteration % run_args.log_interval == 0:
+                for line in metrics.collect().lines():
+                    say(f"iteration {iteration}: expert load, {line}")
         return result
 
     return log

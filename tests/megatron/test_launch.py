@@ -61,6 +61,17 @@ def launch(folder: Path, body: str, *arguments: str, **environment: str) -> subp
     return run(folder, [sys.executable, "-m", "mok_megatron.launch", str(script), *arguments], **environment)
 
 
+def test_the_loss_log_leaves_the_names_of_megatrons_log(folder: Path) -> None:
+    """Both wrap Megatron's training_log, the loss log first."""
+    (folder / "train.py").write_text(
+        "import inspect\nimport megatron.training.training as training\n"
+        "print(training.training_log.__module__, 'iteration' in inspect.signature(training.training_log).parameters)\n"
+    )
+    command = [sys.executable, str(ROOT / "scripts/loss_log.py"), str(folder / "losses"), str(folder / "train.py")]
+    done = run(folder, command)
+    assert done.stdout.splitlines()[-1:] == ["megatron.training.training True"], done.stdout + done.stderr
+
+
 def test_the_script_finds_itself_as_without_the_launcher(folder: Path) -> None:
     """Through a link, which Python follows for sys.path[0] and keeps in argv."""
     real = folder / "real"

@@ -137,6 +137,22 @@ def test_f_t2_the_log_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "expert load" not in capsys.readouterr().out
 
 
+def test_the_log_interval_behind_a_wrapper_without_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    start_megatron(1)
+    layer = build_layer("mok", make_config(), log_expert_load=True)
+    x = route_to(layer, [10, 0, 6, 0], 2)
+    args = Namespace(mok_log_expert_load=False, log_interval=2)
+    monkeypatch.setattr(install.compat, "training_args", lambda: args)
+    wrapped = install._log_load_too(lambda *args, **kwargs: "as before")
+    assert wrapped({}, 7) == "as before"
+    args.mok_log_expert_load = True
+    for finished in (0, 1, 2):
+        args.curr_iteration = finished
+        step(layer, x)
+        assert wrapped({}, finished + 1) == "as before"
+    assert [line.split(":")[1] for line in capsys.readouterr().out.splitlines() if "expert load, layer" in line] == [" iteration 2"]
+
+
 def gathered(rank: int) -> tuple[tuple[int, ...], int]:
     """Counts over two ranks, and collectives that the forward passes made on their way."""
     start_megatron(2)
