@@ -4,7 +4,9 @@
 
 Every backend has the same weights and tokens; FP32 main_grad under Megatron's DDP; T tokens a GPU; EP = number of processes, experts a GPU
 as in the table SHAPES. Rounds interleave the backends and passes; a number is the median over the rounds of the slowest rank's time between
-two CUDA events. ``host`` is how long the process takes to launch a forward, GPU idle before it. With one GPU: EP 1.
+two CUDA events. ``both`` is a forward with its backward in a row of several, as a model has layers and microbatches in a row: a backend that
+waits for the GPU in between pays for it here, one that does not runs ahead. ``forward`` and ``both alone`` start on an idle GPU, so that the
+host's time is in them; ``host`` is how long the process takes to launch that forward. With one GPU: EP 1.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ SHAPES = {
     "kimi-k2": (7168, 2048, 8, 48),
 }
 BACKENDS = ("mok", "alltoall", "allgather", "hybridep")
+COLUMNS = ("forward", "both alone", "both", "host")
 
 
 def arguments() -> argparse.Namespace:
@@ -40,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a GPU (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--in-a-row", type=int, default=4, help="forwards with backwards between two events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--knob", action="append", default=[], metavar="NAME=NUMBER", help="a knob of MoKConfig")
     parser.add_argument("--json", type=Path)
@@ -90,6 +94,7 @@ class Row:
         self.model.zero_grad_buffer()
         generator = torch.Generator(device="cuda").manual_seed(options.seed + 100 + dist.get_rank())
         size = (options.tokens, 1, shape[0])
+        self.in_a_row = options.in_a_row
         self.x = torch.randn(size, device="cuda", generator=generator).bfloat16().requires_grad_(True)
         self.dy = torch.randn(size, device="cuda", generator=generator).bfloat16()
 
@@ -101,6 +106,10 @@ class Row:
         self.x.grad = None
         with self.model.no_sync():
             self.model(self.x)[0].backward(self.dy)
+
+    def several(self) -> None:
+        for _ in range(self.in_a_row):
+            self.both()
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
@@ -133,14 +142,16 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             result["backends"][backend] = {"error": str(error)[:300]}
             rows.pop(backend, None)
     base = next((rows[b].forward().float() for b in ("alltoall", "allgather") if b in rows), None)
-    samples: dict[str, dict[str, list[float]]] = {backend: {"forward": [], "both": [], "host": []} for backend in rows}
+    samples: dict[str, dict[str, list[float]]] = {backend: {key: [] for key in COLUMNS} for backend in rows}
     for _ in range(options.rounds):
         for backend, row in rows.items():
             forward, host = timed(row.forward)
             samples[backend]["forward"].append(forward)
             samples[backend]["host"].append(host)
         for backend, row in rows.items():
-            samples[backend]["both"].append(timed(row.both)[0])
+            samples[backend]["both alone"].append(timed(row.both)[0])
+        for backend, row in rows.items():
+            samples[backend]["both"].append(timed(row.several)[0] / options.in_a_row)
     for backend, values in samples.items():
         entry = {key: summary(times) for key, times in values.items()}
         if base is not None:
@@ -163,12 +174,9 @@ def show(result: dict[str, Any]) -> None:
         if "error" in entry:
             print(f"  {backend:<10} {entry['error']}")
             continue
-        cells = [
-            f"{key} {entry[key]['median']:.3f} ({entry[key]['p10']:.3f} to {entry[key]['p90']:.3f})" for key in ("forward", "both", "host")
-        ]
+        cells = [f"{key} {entry[key]['median']:.3f} ({entry[key]['p10']:.3f} to {entry[key]['p90']:.3f})" for key in COLUMNS]
         if backend != "mok" and "both" in ours:
-            cells += [f"over MoK: forward {entry['forward']['median'] / ours['forward']['median']:.2f}"]
-            cells += [f"both {entry['both']['median'] / ours['both']['median']:.2f}"]
+            cells += ["over MoK: " + ", ".join(f"{key} {entry[key]['median'] / ours[key]['median']:.2f}" for key in COLUMNS)]
         if "distance from stock" in entry:
             cells += [f"y off stock by {entry['distance from stock']:.1e}"]
         print(f"  {backend:<10} {', '.join(cells)}", flush=True)
