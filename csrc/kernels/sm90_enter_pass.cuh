@@ -29,9 +29,10 @@ template <typename Params>
 __device__ __forceinline__ void announce_entered(const Params& params, const int64_t& rank, const int64_t& ep_size) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  __threadfence_system();
+  // One rank tells its own next kernel, which follows this one.
+  if (ep_size > 1) __threadfence_system();
   if (atomicAdd(&params.state->entered_blocks, 1u) + 1 != gridDim.x) return;
-  __threadfence_system();
+  if (ep_size > 1) __threadfence_system();
   params.state->entered_blocks = 0;
   // After a fault this rank does not enter: its peers must not wait for rows that will not come.
   if (ptx::load_acquire_gpu(&params.state->aborted) != 0) return;

@@ -56,7 +56,7 @@ struct ForwardScheduler : Scheduler<ForwardScheduler, ForwardParams, Shared, Til
     const WaitContext& context = shared.context;
     const auto meanwhile = [this] { announce_stored(); };
     bool ready = !pass_aborted(context);
-    if (ready && task.kind == TaskKind::kReduce) ready = wait_peers(context, kFlagDone, kPhaseDone, meanwhile);
+    if (ready && task.kind == TaskKind::kReduce && params.shape.ep_size > 1) ready = wait_peers(context, kFlagDone, kPhaseDone, meanwhile);
     for (int i = 0; ready && i < 2; ++i) {
       if (task.targets[i] != 0) ready = wait_counter(context, params.counters + task.waits[i], task.targets[i], meanwhile);
     }
