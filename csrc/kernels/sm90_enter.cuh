@@ -30,8 +30,7 @@ struct EnterParams {
 static __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_constant__ EnterParams params) {
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x,
-                threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   copy_chunks<const uint4* const&, const int64_t&>(params.x, reinterpret_cast<uint4*>(params.peers.x[params.rank]), params.x_chunks, thread,
                                                    threads);
   float* weights = reinterpret_cast<float*>(params.peers.router_weights[params.rank]);
