@@ -57,7 +57,8 @@ __device__ __forceinline__ int32_t checked_route(const ScheduleCall& call, int64
     return call.wide_ids != 0 ? reinterpret_cast<const int64_t*>(call.topk_experts)[at]
                               : static_cast<int64_t>(reinterpret_cast<const int32_t*>(call.topk_experts)[at]);
   };
-  const int64_t expert = id(i), token = i / call.topk, slot = i % call.topk;
+  // Routes of a rank are fewer than 2^31; a division of 64-bit numbers would take longer than all the rest.
+  const int64_t expert = id(i), token = static_cast<uint32_t>(i) / static_cast<uint32_t>(call.topk), slot = i - token * call.topk;
   if (expert < -1 || expert >= call.num_local_experts * call.ep_size) {
     report_route(call, 1, token, slot, expert);
     return -1;
