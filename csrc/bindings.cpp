@@ -164,8 +164,8 @@ Tensor row_offset(int64_t row, int64_t row_elements, const Tensor& like) {
 }
 
 Tensor tile_sizes(const Tensor& like) {
-  const std::vector<int64_t> sizes = {mok::kBlockRows,          mok::kDispatchRows, mok::kGateUpCols, mok::kHiddenCols,
-                                      mok::kActivationGradCols, mok::kWgradRows,    mok::kWgradCols,  mok::kReduceTokens, mok::kLag};
+  const std::vector<int64_t> sizes = {mok::kBlockRows, mok::kDispatchRows, mok::kGateUpCols,   mok::kHiddenCols, mok::kActivationGradCols,
+                                      mok::kWgradRows, mok::kWgradCols,    mok::kReduceTokens, mok::kLag};
   Tensor out = torch::stable::new_empty(like, {static_cast<int64_t>(sizes.size())}, ScalarType::Long);
   int64_t* data = out.mutable_data_ptr<int64_t>();
   for (size_t i = 0; i < sizes.size(); ++i) data[i] = sizes[i];

@@ -80,8 +80,8 @@ __device__ __forceinline__ void store_fp32_grad(const float (&accumulators)[128]
     for (uint32_t i = 0; i < 8; ++i) {
       const float4 sum = ptx::load_shared_floats(chunk_at(2 * i + (lane >> 4), lane & 15));
       rows[i * pitch / 2] = overwrite ? sum
-                                      : make_float4(__fadd_rn(before[i].x, sum.x), __fadd_rn(before[i].y, sum.y),
-                                                    __fadd_rn(before[i].z, sum.z), __fadd_rn(before[i].w, sum.w));
+                                      : make_float4(__fadd_rn(before[i].x, sum.x), __fadd_rn(before[i].y, sum.y), __fadd_rn(before[i].z, sum.z),
+                                                    __fadd_rn(before[i].w, sum.w));
     }
     __syncwarp();
   }

@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kEnterThreads) backward_enter_kernel(const __g
   __shared__ Plan plan;
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kEnterThreads + threadIdx.x;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * kEnterThreads;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   // Every block writes the same table of macrobatches and reads what it wrote.
   if (threadIdx.x == 0) plan = make_plan(params.shape, params.expert_row_offsets, params.macro_table);
   const int64_t rank = params.shape.rank, experts = params.shape.num_local_experts;
@@ -46,25 +46,24 @@ __global__ void __launch_bounds__(kEnterThreads) backward_enter_kernel(const __g
   if (params.dy != nullptr) copy_chunks(params.dy, reinterpret_cast<uint4*>(params.peers.dy[rank]), params.x_chunks, thread, threads);
   float* weights = reinterpret_cast<float*>(params.peers.router_weights[rank]);
   for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
-  if (thread < 4 * experts) {
-    const int64_t matrix = thread / experts, expert = thread % experts;
+  for (int64_t i = thread; i < 4 * experts; i += threads) {
+    const int64_t matrix = i / experts, expert = i % experts;
     // Gradients of which L2 keeps the sum; others are reached by plain stores.
     const int64_t grad = matrix == 2 ? params.grads13[expert] : matrix == 3 ? params.grads2[expert] : 0;
     const int64_t address = matrix == 0 ? params.w13[expert] : matrix == 1 ? params.w2[expert] : grad & kGradBf16 ? 0 : grad & kGradAddress;
     if (address != 0) {
-      CUtensorMap* map = params.weight_maps + thread;
+      CUtensorMap* map = params.weight_maps + i;
       *map = matrix == 0 ? params.map_w13 : matrix == 1 ? params.map_w2 : matrix == 2 ? params.map_grad13 : params.map_grad2;
       ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(address));
       ptx::tensor_map_release();
     }
   }
   __syncthreads();
-  for (int64_t ticket = thread; ticket < plan.compute_tasks; ticket += threads) {
+  decode_tickets(0, plan.compute_tasks, [&](int64_t ticket) {
     params.compute_records[ticket] = make_backward_record(plan, params.expert_rows, compute_task(plan, ticket));
-  }
-  for (int64_t ticket = thread; ticket < plan.comm_tasks; ticket += threads) {
-    params.comm_records[ticket] = make_backward_record(plan, params.expert_rows, comm_task(plan, ticket));
-  }
+  });
+  decode_tickets(plan.compute_tasks, plan.comm_tasks,
+                 [&](int64_t ticket) { params.comm_records[ticket] = make_backward_record(plan, params.expert_rows, comm_task(plan, ticket)); });
   if (thread == 0) *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(0) * kBlockRows};
   announce_entered(params, rank, params.shape.ep_size);
 }
@@ -135,7 +134,8 @@ int enter_backward(const BackwardCall& call, Pass pass, int sms, cudaStream_t st
     params.grads13[e] = enter.grads13[e] = recompute ? 0 : call.grads13[e];
     params.grads2[e] = enter.grads2[e] = recompute ? 0 : call.grads2[e];
   }
-  const int launched = launch_chained(backward_enter_kernel, sms, kEnterThreads, 0, stream, enter);
+  const EnterGrid grid = enter_grid(call.ep_size > 1, sms, table.macro_at / static_cast<int64_t>(sizeof(BackwardRecord)));
+  const int launched = launch_chained(backward_enter_kernel, grid.blocks, grid.threads, 0, stream, enter);
   if (launched != cudaSuccess) return launched;
 
   fill_pass(params, enter, call);

@@ -35,20 +35,19 @@ static __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __gri
                                                    threads);
   float* weights = reinterpret_cast<float*>(params.peers.router_weights[params.rank]);
   for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
-  if (thread < 2 * params.num_local_experts) {
-    const bool first = thread < params.num_local_experts;
-    CUtensorMap* map = params.weight_maps + thread;
+  for (int64_t i = thread; i < 2 * params.num_local_experts; i += threads) {
+    const bool first = i < params.num_local_experts;
+    CUtensorMap* map = params.weight_maps + i;
     *map = first ? params.map_w13 : params.map_w2;
-    ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[thread] : params.w2[thread - params.num_local_experts]));
+    ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[i] : params.w2[i - params.num_local_experts]));
     ptx::tensor_map_release();
   }
   const Plan plan = make_plan(params.shape, params.expert_row_offsets, nullptr);
-  for (int64_t ticket = thread; ticket < plan.compute_tasks; ticket += threads) {
+  decode_tickets(0, plan.compute_tasks, [&](int64_t ticket) {
     params.compute_records[ticket] = make_record(plan, params.expert_rows, detail::forward_compute_task(plan, ticket));
-  }
-  for (int64_t ticket = thread; ticket < plan.comm_tasks; ticket += threads) {
-    params.comm_records[ticket] = make_record(plan, params.expert_rows, comm_task(plan, ticket));
-  }
+  });
+  decode_tickets(plan.compute_tasks, plan.comm_tasks,
+                 [&](int64_t ticket) { params.comm_records[ticket] = make_record(plan, params.expert_rows, comm_task(plan, ticket)); });
   if (thread == 0) {
     *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(plan.num_macrobatches - 1) * kBlockRows,
                       plan.gemm1_tiles};

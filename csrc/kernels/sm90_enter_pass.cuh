@@ -2,11 +2,35 @@
 #pragma once
 
 #include "../ptx/sm90.cuh"
+#include "../task/tiles.h"
 #include "launch.h"
 
 namespace mok {
 
-constexpr int kEnterThreads = 512;
+constexpr int kEnterThreads = 512;   // copying
+constexpr int kDecodeThreads = 128;  // decoding tickets alone
+
+struct EnterGrid {
+  int blocks, threads;
+};
+
+// With nothing to copy a few small blocks do, a task a thread, and the megakernel's blocks come up on the other multiprocessors.
+inline EnterGrid enter_grid(bool copies, int sms, int64_t most_tasks) {
+  if (copies) return {sms, kEnterThreads};
+  return {static_cast<int>(min_of(sms, ceil_div(most_tasks, kDecodeThreads))), kDecodeThreads};
+}
+
+// By all threads of the grid, `decode(ticket)` each of them; the threads from number `first` on come first. Neighbours are of one warp, since
+// they are tasks of one kind; the next 32 are of another block, since stacks and instructions of many such warps do not fit into the L1 of one
+// multiprocessor.
+template <typename Decode>
+__device__ __forceinline__ void decode_tickets(int64_t first, int64_t tickets, Decode decode) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t warp = threadIdx.x / 32 * static_cast<int64_t>(gridDim.x) + blockIdx.x;
+  int64_t ticket = warp * 32 + threadIdx.x % 32 - first % threads;
+  if (ticket < 0) ticket += threads;
+  for (; ticket < tickets; ticket += threads) decode(ticket);
+}
 
 // By all threads of the grid. `Source` and `Count` may be references into a kernel's arguments: then they are read from there, not held.
 template <typename Source = const uint4*, typename Count = int64_t>

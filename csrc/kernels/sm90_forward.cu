@@ -224,14 +224,10 @@ int launch_forward(const ForwardCall& call, cudaStream_t stream) {
   enter.totals = reinterpret_cast<PassTotals*>(call.records);
   enter.comm_records = reinterpret_cast<TaskRecord*>(call.records + sizeof(TaskRecord));
   enter.compute_records = enter.comm_records + max_comm_tasks(call.capacity_blocks);
-  // With nothing to copy a few small blocks do, a task a thread: decoding tickets is a thousand instructions, and the other SMs are free for the
-  // megakernel's blocks to come up.
-  constexpr int kDecodeThreads = 128;
   const int64_t most_tasks = call.capacity_blocks * (ceil_div(call.intermediate, kGateUpCols) + ceil_div(call.hidden, kHiddenCols)) +
                              ceil_div(call.num_tokens, kReduceTokens) + max_comm_tasks(call.capacity_blocks);
-  const bool copies = call.ep_size > 1;
-  const int64_t enter_blocks = copies ? sms : min_of(sms, ceil_div(most_tasks, kDecodeThreads));
-  code = launch_chained(enter_kernel, static_cast<int>(enter_blocks), copies ? kEnterThreads : kDecodeThreads, 0, stream, enter);
+  const EnterGrid enter_blocks = enter_grid(call.ep_size > 1, sms, most_tasks);
+  code = launch_chained(enter_kernel, enter_blocks.blocks, enter_blocks.threads, 0, stream, enter);
   if (code != cudaSuccess) return code;
 
   fill_pass(params, enter, call);

@@ -1,7 +1,7 @@
 // The route schedule on the device: equal to schedule/route_schedule.h bit for bit.
 //
-// Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. One rank counts what
-// it publishes, in two launches. A chunk is what one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
+// Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. One rank counts
+// what it publishes, in two launches. A chunk is what one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
 #include <cuda_runtime.h>
 
 #include "../comm/sm90_wait.cuh"

@@ -86,7 +86,9 @@ MOK_HOST_DEVICE void add_wait(Task& task, int64_t first, int64_t count, int64_t 
 MOK_HOST_DEVICE void add_bump(Task& task, int64_t counter) { task.bumps[task.num_bumps++] = counter; }
 
 MOK_HOST_DEVICE void add_access(Task& task, RingBuffer buffer, int32_t mode, int64_t first_block, int64_t num_blocks) {
+#ifndef __CUDA_ARCH__  // the kernels know what they touch, and a device would keep the list on its stack
   task.accesses[task.num_accesses++] = {static_cast<int32_t>(buffer), mode, first_block, num_blocks};
+#endif
 }
 
 MOK_HOST_DEVICE void set_block(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t block) {
