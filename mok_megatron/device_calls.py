@@ -385,7 +385,7 @@ def device_backward(
     check_context(context)
     if words is None:
         words = tuple(check_targets(workspace, name, part) for name, part in zip(("main_grads (w13)", "main_grads (w2)"), targets, strict=True))
-    return workspace.executor.backward_into(
+    return workspace.executor.backward(
         schedule,
         context,
         _placed(dy),

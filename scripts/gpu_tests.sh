@@ -44,14 +44,21 @@ checks=("memcheck 1" "racecheck 1")
 [ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -lt 2 ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || checks+=("memcheck 2")
 for check in "${checks[@]}"; do
     read -r tool ranks <<<"$check"
-    timeout 300 compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 "$python" -m tests.gpu.small "$ranks" \
+    options=()
+    # Making symmetric memory, torch finds out by a call that may fail whether handles go through a fabric; the tool would count that as an error.
+    [ "$ranks" = 1 ] || options+=(--report-api-errors no)
+    timeout 300 compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 "${options[@]}" "$python" -m tests.gpu.small "$ranks" \
         >"$logs/$tool $ranks" 2>&1 &
 done
 failed=0
 for job in $(jobs -p); do wait "$job" || failed=1; done
 for check in "${checks[@]}"; do
     echo "compute-sanitizer, tool and ranks: $check"
-    grep -q "finite, and the same bits twice" "$logs/$check" && ! grep -qE "SUMMARY: [1-9]" "$logs/$check" || failed=1
-    grep -E "SUMMARY|finite|Error" "$logs/$check" | tail -n 20
+    if grep -q "finite, and the same bits twice" "$logs/$check" && ! grep -qE "SUMMARY: [1-9]" "$logs/$check"; then
+        grep SUMMARY "$logs/$check"
+    else
+        failed=1
+        grep -vE "^=+ +(Saved host backtrace|Host Frame|in )" "$logs/$check" | head -n 60
+    fi
 done
 exit "$failed"

@@ -16,8 +16,7 @@ import torch
 from mok_megatron.build import LIBRARY, build_info, check_device_architecture, load_library
 from mok_megatron.config import BLOCK_ROWS, MAX_EP_SIZE, MAX_LOCAL_EXPERTS
 from mok_megatron.errors import MoKArgumentError, MoKBuildError, MoKError
-from mok_megatron.executors.cpu import WeightGradTarget
-from mok_megatron.executors.cuda_backward import ALIGNMENT, BACKWARD_FIELDS, BackwardMemory, grad_words, matrix_addresses
+from mok_megatron.executors.cuda_backward import ALIGNMENT, BACKWARD_FIELDS, BackwardMemory, matrix_addresses
 from mok_megatron.schedule import MoKContext, MoKSchedule, PackedSchedule, ScheduleLayout
 
 _TENSOR_MAP_BYTES = 128
@@ -471,47 +470,15 @@ class CudaExecutor:
         router_weights: torch.Tensor,
         w13: torch.Tensor | Sequence[torch.Tensor],
         w2: torch.Tensor | Sequence[torch.Tensor],
-        grads13: Sequence[WeightGradTarget],
-        grads2: Sequence[WeightGradTarget],
-        *,
-        timeout_seconds: float,
-        sm_reserve: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dx bf16 [T, H] and d_router_weights fp32 [T, K]; weight gradients go to their E_local targets. Operands as in `forward`.
-
-        Raises:
-            MoKArgumentError: a target is not contiguous or does not lie on 16 bytes.
-        """
-        return self.backward_into(
-            schedule,
-            context,
-            dy,
-            x,
-            router_weights,
-            w13,
-            w2,
-            grad_words("main_grads (w13)", grads13),
-            grad_words("main_grads (w2)", grads2),
-            timeout_seconds=timeout_seconds,
-            sm_reserve=sm_reserve,
-        )
-
-    def backward_into(
-        self,
-        schedule: MoKSchedule,
-        context: MoKContext,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        router_weights: torch.Tensor,
-        w13: torch.Tensor | Sequence[torch.Tensor],
-        w2: torch.Tensor | Sequence[torch.Tensor],
         words13: Sequence[int],
         words2: Sequence[int],
         *,
         timeout_seconds: float,
         sm_reserve: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`backward` with the gradients as `grad_words` gives them."""
+        """dx bf16 [T, H] and d_router_weights fp32 [T, K]. Operands as in `forward`; the weight gradients go where `words13` and `words2` say,
+        one word an expert as `grad_words` gives them.
+        """
         dx, d_router_weights = torch.empty_like(x), torch.empty_like(router_weights)
         block = self._set_backward(
             schedule, context, x, router_weights, timeout_seconds, sm_reserve, dy.data_ptr(), dx.data_ptr(), d_router_weights.data_ptr()

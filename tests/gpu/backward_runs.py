@@ -1,10 +1,12 @@
 """Forward and backward of a group of ranks, for the tests of the backward megakernel."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from mok_megatron.executors.cpu import WeightGradTarget
+from mok_megatron.executors.cuda_backward import grad_words
 from mok_megatron.schedule import MoKContext
 from tests.gpu import harness
 from tests.gpu.harness import Group, Problem, poison
@@ -92,6 +94,10 @@ def poison_backward_memory(group: Group) -> None:
     group.synchronize_devices()
 
 
+def words_of(targets: Sequence[Sequence[WeightGradTarget]]) -> list[list[int]]:
+    return [grad_words(name, part) for name, part in zip(("main_grads (w13)", "main_grads (w2)"), targets, strict=True)]
+
+
 class Pass:
     """A problem placed on the ranks of a group, with the forward done."""
 
@@ -131,9 +137,9 @@ class Pass:
         self.finish()
         return made
 
-    def targets(self, grads, overwrite: bool) -> tuple[list[WeightGradTarget], list[WeightGradTarget]]:
-        one, two = ([WeightGradTarget(matrix, overwrite) for matrix in tensor] for tensor in grads)
-        return one, two
+    def words(self, grads, overwrite: bool) -> list[list[int]]:
+        """Of one rank's gradients of w13 and of w2, as the kernels take them."""
+        return words_of([[WeightGradTarget(matrix, overwrite) for matrix in tensor] for tensor in grads])
 
     def launch(self, grads, overwrite: bool, targets=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The backward of every rank, on its stream. Nobody waits: returns dx and d_router_weights of every rank, not yet computed."""
@@ -142,7 +148,7 @@ class Pass:
                 self.schedules[rank],
                 self.contexts[rank],
                 *self.operands[rank],
-                *(self.targets(grads[rank], overwrite) if targets is None else targets[rank]),
+                *(self.words(grads[rank], overwrite) if targets is None else words_of(targets[rank])),
                 timeout_seconds=harness.TIMEOUT_SECONDS,
                 sm_reserve=self.group.sm_reserve,
             )

@@ -205,7 +205,7 @@ def test_a_missing_peer_is_reported() -> None:
             run.schedules[0],
             run.contexts[0],
             *run.operands[0],
-            *run.targets(grads[0], False),
+            *run.words(grads[0], False),
             timeout_seconds=0.5,
             sm_reserve=group.sm_reserve,
         )
@@ -230,7 +230,7 @@ def test_graph_replay(tokens: int) -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         dx, d_router_weights = executor.backward(
-            run.schedules[0], run.contexts[0], *run.operands[0], *run.targets(grads[0], False), timeout_seconds=5.0
+            run.schedules[0], run.contexts[0], *run.operands[0], *run.words(grads[0], False), timeout_seconds=5.0
         )
     sums = [torch.zeros_like(want.dw13), torch.zeros_like(want.dw2)]
     for replay in range(3):

@@ -64,7 +64,7 @@ def test_rows_beyond_31_bits(hidden: int, inner: int, free_bytes: int, seed: int
     limits = {"timeout_seconds": harness.TIMEOUT_SECONDS}
     y = executor.forward(schedule, x, *weights, context=context, **limits)
     words = [[matrix.data_ptr() | OVERWRITE_FLAG for matrix in grad] for grad in grads]
-    dx, d_router_weights = executor.backward_into(schedule, context, dy, x, *weights, *words, **limits)
+    dx, d_router_weights = executor.backward(schedule, context, dy, x, *weights, *words, **limits)
     torch.cuda.synchronize()
     assert not any(fault[0] for fault in group.faults())
 
