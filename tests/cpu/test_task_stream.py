@@ -1,0 +1,99 @@
+"""Every pass's tickets, by their structure: one total order, each tile once, and no wait that lower tasks do not fulfil."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from mok_megatron import ops
+from mok_megatron.ops import Pass, PassShape, Stream, Task, TaskKind
+
+TILES = ops.tile_sizes()
+SEEDS = range(12)
+
+
+def random_plan(kind: Pass, seed: int) -> tuple[PassShape, list[int]]:
+    """A shape with a ring of one to many minibatches, and blocks of every expert: none, few or many."""
+    rng = random.Random(1000 * seed + kind)
+    experts = rng.choice([1, 2, 5, 16])
+    blocks = [rng.choice([0, 0, 1, 2, 7, 30]) for _ in range(experts)]
+    minibatch = rng.choice([1, 2, 5])
+    shape = PassShape(
+        kind,
+        rank=rng.randrange(2),
+        ep_size=2,
+        num_tokens=rng.choice([0, 1, 77]),
+        hidden=64 * rng.randint(1, 9),
+        intermediate=64 * rng.randint(1, 9),
+        num_local_experts=experts,
+        minibatch_blocks=minibatch,
+        macrobatch_blocks=minibatch * rng.choice([1, 2, 3, 40]),
+        capacity_blocks=sum(blocks) + rng.randrange(3),
+    )
+    return shape, blocks
+
+
+def streams(shape: PassShape, blocks: list[int]) -> tuple[tuple[Task, ...], tuple[Task, ...], int]:
+    """Compute tasks, communication tasks, counters."""
+    offsets = torch.tensor([0, *blocks]).cumsum(0) * TILES.block_rows
+    compute, comm = (ops.task_stream(offsets, shape, stream) for stream in (Stream.COMPUTE, Stream.COMM))
+    return compute.tasks, comm.tasks, compute.num_counters
+
+
+@pytest.mark.parametrize("kind", list(Pass))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tasks_wait_for_lower_ones_alone(kind: Pass, seed: int) -> None:
+    """The proof that no pass waits for itself, whatever the number of workers: walked in the one order, every counter is there in time."""
+    compute, comm, num_counters = streams(*random_plan(kind, seed))
+    for tickets in (compute, comm):
+        assert all(a.order < b.order for a, b in zip(tickets, tickets[1:], strict=False))
+    counters = [0] * num_counters
+    orders = set()
+    for task in sorted(compute + comm, key=lambda task: task.order):
+        assert task.order not in orders
+        orders.add(task.order)
+        for wait in task.waits:
+            assert all(counters[i] >= wait.target for i in range(wait.first, wait.first + wait.count)), task
+        for counter in task.bumps:
+            counters[counter] += 1
+
+
+@pytest.mark.parametrize("kind", list(Pass))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_tile_comes_once(kind: Pass, seed: int) -> None:
+    shape, blocks = random_plan(kind, seed)
+    compute, comm, _ = streams(shape, blocks)
+    total, ring = sum(blocks), shape.macrobatch_blocks
+    wide, narrow = -(-shape.hidden // TILES.hidden_cols), -(-shape.intermediate // TILES.gate_up_cols)
+    grad_wide = -(-shape.intermediate // TILES.activation_grad_cols)
+    saved = min(total, ring)
+    found = Counter(task.kind for task in compute + comm)
+    gemm1 = {Pass.FORWARD: total, Pass.RECOMPUTE: saved, Pass.BACKWARD: total - saved}[kind] * narrow
+    assert found[TaskKind.GEMM1] == gemm1
+    assert found[TaskKind.GEMM2] == (total * wide if kind is Pass.FORWARD else 0)
+    assert found[TaskKind.DGRAD2] == (total * grad_wide if kind is Pass.BACKWARD else 0)
+    assert found[TaskKind.DGRAD1] == (total * wide if kind is Pass.BACKWARD else 0)
+    assert found[TaskKind.SIGNAL_DONE] == 1
+    places = Counter((task.kind, task.macrobatch, task.block, task.tile_n) for task in compute if task.block >= 0)
+    assert all(count == 1 for count in places.values())
+
+    tiles2 = -(-shape.hidden // TILES.wgrad_rows) * -(-shape.intermediate // TILES.wgrad_cols)
+    tiles13 = -(-2 * shape.intermediate // TILES.wgrad_rows) * -(-shape.hidden // TILES.wgrad_cols)
+    wanted: Counter[tuple[TaskKind, int, int]] = Counter()
+    first = 0
+    for expert, count in enumerate(blocks if kind is Pass.BACKWARD else []):
+        if count == 0:
+            wanted[TaskKind.ZERO, expert, 0] = tiles2 + tiles13
+        else:
+            # One part in every macrobatch that holds rows of the expert, over all of these rows.
+            for macro in range(first // ring, (first + count - 1) // ring + 1):
+                rows = min(first + count, (macro + 1) * ring) - max(first, macro * ring)
+                wanted[TaskKind.WGRAD2, expert, rows] += tiles2
+                wanted[TaskKind.WGRAD13, expert, rows] += tiles13
+        first += count
+    grads = [task for task in compute if task.kind in (TaskKind.WGRAD2, TaskKind.WGRAD13, TaskKind.ZERO)]
+    assert Counter((task.kind, task.expert, task.num_blocks) for task in grads) == wanted
+    assert len({(t.kind, t.macrobatch, t.expert, t.tile_m, t.tile_n, t.first_block) for t in grads}) == len(grads)
