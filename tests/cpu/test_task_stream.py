@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -49,7 +50,7 @@ def test_tasks_wait_for_lower_ones_alone(kind: Pass, seed: int) -> None:
     """The proof that no pass waits for itself, whatever the number of workers: walked in the one order, every counter is there in time."""
     compute, comm, num_counters = streams(*random_plan(kind, seed))
     for tickets in (compute, comm):
-        assert all(a.order < b.order for a, b in zip(tickets, tickets[1:], strict=False))
+        assert all(a.order < b.order for a, b in itertools.pairwise(tickets))
     counters = [0] * num_counters
     orders = set()
     for task in sorted(compute + comm, key=lambda task: task.order):
