@@ -12,7 +12,7 @@ from mok_megatron import functional
 from mok_megatron.bench import gradients, oracle
 from mok_megatron.bench.phases import BACKWARD, FORWARD, PHASES
 from mok_megatron.bench.problem import LayerProblem
-from mok_megatron.bench.rows import MoKAloneRow, MoKRow, MoKScheduleRow, Row
+from mok_megatron.bench.rows import MoKAloneRow, MoKRepeatedRow, MoKReplayRow, MoKRow, MoKScheduleRow, Row
 from mok_megatron.bench.timing import Clock, Reading, host_times, interleaved, slowest_rank
 
 _HOST_READINGS = 3
@@ -44,7 +44,8 @@ def measure(
 ) -> dict[Key, RowResult]:
     """Results by row name and phase. A collective call: the same rows and phases on every rank.
 
-    With MoK among the rows, its schedule is also timed by itself where forwards are, and at EP > 1 MoK on one rank with the same rows.
+    With MoK among the rows, its schedule is also timed by itself where forwards are, and at EP > 1 MoK on one rank with the same rows. With
+    its replay among them, the forward tasks that this repeats are timed by themselves where the backward alone is.
     """
     chosen = [*rows]
     if MoKRow in chosen:
@@ -52,6 +53,8 @@ def measure(
             chosen.append(MoKScheduleRow)
         if problem.ranks.ep_size > 1:
             chosen.append(MoKAloneRow)
+    if MoKReplayRow in chosen and BACKWARD in phases:
+        chosen.append(MoKRepeatedRow)
     session = _Session(problem, phases)
     with torch.no_grad():
         for row in chosen:

@@ -100,6 +100,11 @@ class LayerProblem:
         """Routes of each of this rank's experts."""
         return self.expert_rows().sum(0).view(self.ranks.ep_size, -1)[self.ranks.rank].tolist()
 
+    def padded_rank_rows(self) -> list[int]:
+        """Rows of MoK on every rank: the routes of each expert, padded to 128."""
+        blocks = (self.expert_rows().sum(0) + BLOCK_ROWS - 1) // BLOCK_ROWS
+        return (blocks.view(self.ranks.ep_size, -1).sum(1) * BLOCK_ROWS).tolist()
+
     def alone(self) -> LayerProblem:
         """The same rows for each local expert, with the same weights, and no other rank."""
         routes = workloads.dealt_routes(self.local_expert_rows(), self.shape.topk)
@@ -174,8 +179,7 @@ def count_traffic(problem: LayerProblem) -> Traffic:
     ep_size, experts = problem.ranks.ep_size, problem.shape.experts_per_gpu
     sent = problem.expert_rows()  # [source, expert]
     by_expert = sent.sum(0)
-    padded = int(((by_expert + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS).sum())
-    routes = int(by_expert.sum())
+    padded, routes = sum(problem.padded_rank_rows()), int(by_expert.sum())
     by_token = torch.zeros(ep_size, ep_size, dtype=torch.int64)
     for source, table in enumerate(problem.routes):
         owner = torch.where(table < 0, -1, table // experts)

@@ -27,6 +27,13 @@ A record is one (shape, workload, tokens) on all ranks, as it stands in the JSON
     copy_bytes_per_second  read and written by a large copy on the device, measured in this run
     main_grad              bytes read and written (twice the size of the fp32 gradients of all weights), milliseconds that takes at that
                            rate; null without a backward
+    replay                 where mok, mok_replay and mok_repeated were timed in the backward, else null; median, p10, p90, round by round:
+                           more_ms                   of mok_replay minus mok
+                           repeated_ms               of mok_repeated, times replayed_rows / recomputed_rows. It has a launch, a copy of the
+                                                     inputs and a start and end with the other ranks of its own; the replay has none of these
+                           overhead                  of more / repeated - 1
+                           replayed_rows, recomputed_rows  of the busiest rank, with its padding: its second macrobatch, which mok_replay
+                                                     makes again, and its first, which mok_repeated makes again
     memory                 of MoK: context_bytes (of one call, measured) beside promised_context_bytes = macrobatch_rows (H + 2I) bytes an
                            element, and workspace_bytes by purpose, once for all layers
 """
@@ -44,8 +51,9 @@ import torch
 
 from mok_megatron import build_info
 from mok_megatron.bench.layer import Key, RowResult
-from mok_megatron.bench.phases import FORWARD, FORWARD_BACKWARD, PHASES
+from mok_megatron.bench.phases import BACKWARD, FORWARD, FORWARD_BACKWARD, PHASES
 from mok_megatron.bench.problem import LayerProblem, Traffic, count_traffic
+from mok_megatron.bench.rows.replay import replay_sizes
 from mok_megatron.bench.timing import Spread
 
 
@@ -82,6 +90,7 @@ def make_record(
         "exposed_communication_us": {},
         "copy_bytes_per_second": copy_rate,
         "main_grad": None,
+        "replay": _replay(problem, *(times.get((name, BACKWARD)) for name in ("mok", "mok_replay", "mok_repeated"))),
         "memory": next((result.memory for result in results.values() if result.memory), None),
     }
     mok, schedule = times.get(("mok", FORWARD)), times.get(("mok_schedule", FORWARD))
@@ -96,6 +105,21 @@ def make_record(
         moved = 2 * problem.main_grad.num_bytes
         record["main_grad"] = {"bytes": moved, "milliseconds": moved / copy_rate * 1e3}
     return record
+
+
+def _replay(problem: LayerProblem, mok: list[float] | None, replay: list[float] | None, repeated: list[float] | None) -> dict[str, Any] | None:
+    if not mok or not replay or not repeated:
+        return None
+    sizes = replay_sizes(problem)
+    more = [two - one for two, one in zip(replay, mok, strict=True)]
+    scaled = [time * sizes.replayed_rows / sizes.recomputed_rows for time in repeated]
+    return {
+        "more_ms": Spread.of(more).to_dict(),
+        "repeated_ms": Spread.of(scaled).to_dict(),
+        "overhead": Spread.of([own / floor - 1 for own, floor in zip(more, scaled, strict=True)]).to_dict(),
+        "replayed_rows": sizes.replayed_rows,
+        "recomputed_rows": sizes.recomputed_rows,
+    }
 
 
 def _row(problem: LayerProblem, result: RowResult, traffic: Traffic, bare: list[float] | None, hides_us: float) -> dict[str, Any]:
@@ -177,6 +201,13 @@ def _tail(record: dict[str, Any]) -> list[str]:
             f"main_grad: reading and writing {record['main_grad']['bytes'] / 2e9:.4g} GB of fp32 weight gradients takes "
             f"{record['main_grad']['milliseconds']:.3f} ms at the {rate / 1e12:.3g} TB/s of a copy in this run"
         )
+    if record["replay"] is not None:
+        replay = record["replay"]
+        lines.append(
+            f"replay: the backward takes {_microseconds(replay['more_ms'])} more with one macrobatch of {replay['replayed_rows']} rows "
+            f"replayed, the forward tasks that it repeats {_microseconds(replay['repeated_ms'])}, a launch and a start of their own in it: "
+            "overhead {median:.1%} ({p10:.1%} to {p90:.1%})".format(**replay["overhead"])
+        )
     if record["memory"] is not None:
         memory = record["memory"]
         lines.append(
@@ -185,6 +216,10 @@ def _tail(record: dict[str, Any]) -> list[str]:
             f"{sum(memory['workspace_bytes'].values()) / 1e6:.4g} MB"
         )
     return lines
+
+
+def _microseconds(spread_ms: dict[str, float]) -> str:
+    return "{median:.0f} us ({p10:.0f} to {p90:.0f})".format(**{name: ms * 1e3 for name, ms in spread_ms.items()})
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

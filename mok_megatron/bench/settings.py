@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from mok_megatron.bench.phases import PHASES, check_phase
-from mok_megatron.bench.rows import COMPETITORS
+from mok_megatron.bench.rows import COMPETITORS, DEFAULT_ROWS
 from mok_megatron.bench.shapes import CONFIG_FOLDER, TINY, ModelShape, config_names, load_shape
 from mok_megatron.bench.workloads import check_workload
 from mok_megatron.config import MoKConfig
@@ -30,7 +30,7 @@ class BenchSettings:
     shapes: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     workload: tuple[str, ...] = ("uniform",)
-    rows: tuple[str, ...] = tuple(COMPETITORS)
+    rows: tuple[str, ...] = DEFAULT_ROWS
     phases: tuple[str, ...] = PHASES
     iterations: int = 20
     warmup: int = 3

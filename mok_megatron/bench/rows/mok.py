@@ -14,6 +14,7 @@ from mok_megatron.bench.gradients import GradientReference, Gradients
 from mok_megatron.bench.phases import BACKWARD, FORWARD, FORWARD_BACKWARD, PHASES
 from mok_megatron.bench.problem import LayerProblem
 from mok_megatron.bench.rows.base import Row
+from mok_megatron.config import MoKConfig
 
 
 class MoKRow(Row):
@@ -31,7 +32,7 @@ class MoKRow(Row):
     def __init__(self, problem: LayerProblem) -> None:
         super().__init__(problem)
         shape = problem.shape
-        self.config = shape.config
+        self.config = self.make_config()
         self.workspace = functional.get_workspace(
             self.config,
             problem.ranks.group,
@@ -44,6 +45,10 @@ class MoKRow(Row):
             dtype=problem.x.dtype,
         )
         self._kept: tuple[functional.MoKSchedule, functional.MoKContext] | None = None
+
+    def make_config(self) -> MoKConfig:
+        """The knobs of all calls, equal on all ranks."""
+        return self.problem.shape.config
 
     def schedule(self) -> functional.MoKSchedule:
         return functional.build_schedule(self.workspace, self.config, self.problem.topk_experts)
