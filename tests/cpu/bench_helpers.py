@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from mok_megatron.bench.layer import Key, RowResult, measure
-from mok_megatron.bench.phases import FORWARD
+from mok_megatron.bench.phases import BACKWARD, FORWARD
 from mok_megatron.bench.problem import LayerProblem, Ranks, make_problem
-from mok_megatron.bench.rows import COMPETITORS, Row
+from mok_megatron.bench.rows import COMPETITORS, MoKRepeatedRow, Row
+from mok_megatron.bench.rows.replay import ReplaySizes, replay_sizes
 from mok_megatron.bench.shapes import ModelShape
 from mok_megatron.bench.timing import Reading
 from mok_megatron.config import MoKConfig
+from mok_megatron.functional import MoKContext
 from tests.distributed import job_group
 
 SHAPE = ModelShape("small", hidden_size=128, intermediate_size=192, topk=3, experts_per_gpu=4, config=MoKConfig(timeout_seconds=20.0))
@@ -123,6 +125,22 @@ class LateBackwardRow(COMPETITORS["nccl"]):
         return dx, d_p, dw13, dw2
 
 
+class OneBitOffRow(MoKRepeatedRow):
+    """The last element of the context that the last rank has is off by its last bit, and what lies behind it is not a number."""
+
+    name = "one_bit_off"
+    label = "planted: a context that is not the forward's"
+
+    def backward(self) -> MoKContext:
+        context, ranks = super().backward(), self.problem.ranks
+        rows = min(int(self._kept[0].num_rows), self.workspace.macrobatch_size)
+        if ranks.rank == ranks.ep_size - 1:
+            context.gate_up.view(torch.int16)[rows - 1, -1] ^= 1
+        for tensor in context.tensors():
+            tensor[rows:] = float("nan")
+        return context
+
+
 def planted(rank: int, ep_size: int) -> dict[Key, tuple[str, str | None, int]]:
     """Status, reason and number of readings by row and phase, with the planted rows among good ones."""
     names = ("mok", "nccl", "bare")
@@ -146,3 +164,17 @@ def idle_rank(rank: int, ep_size: int) -> dict[Key, str]:
     rows = [COMPETITORS[name] for name in ("mok", "mok_bf16grad", "nccl", "bare")]
     results = measure(problem, rows, CountingClock(), iterations=1, warmup=0)
     return {key: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for key, result in results.items()}
+
+
+def replayed(rank: int, ep_size: int, workload: str) -> tuple[dict[Key, str], int, tuple[int, int, int], ReplaySizes]:
+    """With MoK's replay among the rows, and a planted one: status (and reason) by row and phase; then this rank's rows as the replay's
+    schedule counts them, the minibatches of MoK's and of the replay's workspace, the replay's macrobatch; and the sizes that were foreseen.
+    """
+    shape = dataclasses.replace(SHAPE, config=dataclasses.replace(SHAPE.config, minibatch_size=128))
+    problem = make_problem(shape, here(ep_size, rank), workload, tokens=90, seed=7)
+    rows = [COMPETITORS["mok"], COMPETITORS["mok_replay"], OneBitOffRow]
+    results = measure(problem, rows, CountingClock(), iterations=1, warmup=0, phases=[BACKWARD])
+    statuses = {key: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for key, result in results.items()}
+    mok, replay = COMPETITORS["mok"](problem), COMPETITORS["mok_replay"](problem)
+    made = mok.workspace.minibatch_size, replay.workspace.minibatch_size, replay.workspace.macrobatch_size
+    return statuses, int(replay.schedule().num_rows), made, replay_sizes(problem)

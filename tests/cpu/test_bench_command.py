@@ -10,6 +10,7 @@ import torch
 
 from mok_megatron.bench import command
 from mok_megatron.bench.phases import PHASES
+from mok_megatron.bench.rows import COMPETITORS
 from mok_megatron.bench.settings import BenchSettings
 from mok_megatron.bench.shapes import CONFIG_FOLDER, config_names, load_shape
 from mok_megatron.bench.workloads import WORKLOADS, expert_ids, rank_tokens
@@ -52,6 +53,18 @@ def test_run_at_ep_2_starts_its_own_processes(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in record["rows"] if row["phase"] == "forward"}
     assert set(rows) == {"mok", "nccl", "bare", "mok_schedule", "mok_ep1"}
     assert rows["mok"]["remote_bytes"] > 0 and rows["mok_ep1"]["remote_bytes"] == 0
+
+
+def test_a_replay_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(COMPETITORS) - set(BenchSettings().rows) == {"mok_replay"}
+    with pytest.raises(SystemExit):
+        command.main(["layer", "--help"])
+    assert "mok_replay" in capsys.readouterr().out
+    arguments = ["--rows", "mok", "mok_replay", "--phases", "backward", "--knob", "minibatch_size=128", "--out", str(tmp_path)]
+    assert command.main([*_SMALL, *arguments]) == 0
+    (record,) = json.loads((tmp_path / "layer.json").read_text())["records"]
+    assert {row["name"]: row["status"] for row in record["rows"]} == dict.fromkeys(("mok", "mok_replay", "mok_repeated"), "ok")
+    assert record["replay"]["replayed_rows"] > 0 and "replay: the backward takes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

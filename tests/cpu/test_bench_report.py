@@ -16,7 +16,8 @@ from mok_megatron.bench.layer import RowResult, measure
 from mok_megatron.bench.oracle import Verdict
 from mok_megatron.bench.phases import BACKWARD, FORWARD, FORWARD_BACKWARD, PHASES
 from mok_megatron.bench.problem import LayerProblem, MainGrad, Ranks, count_traffic, make_problem
-from mok_megatron.bench.rows import COMPETITORS, MoKAloneRow, MoKScheduleRow, Row
+from mok_megatron.bench.rows import COMPETITORS, MoKAloneRow, MoKRepeatedRow, MoKScheduleRow, Row
+from mok_megatron.bench.rows.replay import replay_sizes
 from mok_megatron.bench.shapes import ModelShape
 from mok_megatron.bench.timing import Reading, Spread, slowest_rank
 from mok_megatron.config import MoKConfig
@@ -28,10 +29,10 @@ def _result(row: type[Row], milliseconds: list[float], host_us: float = 50.0, wa
     return RowResult(row, phase, verdict=Verdict(1e-3, 1e-2), waits_for_gpu=waits, readings=readings, host_us=host)
 
 
-def _problem_of(routes: list[list[list[int]]]) -> LayerProblem:
+def _problem_of(routes: list[list[list[int]]], **knobs: Any) -> LayerProblem:
     """Routes [rank][token][slot] of two experts a rank; only their counts matter."""
     tables = tuple(torch.tensor(r, dtype=torch.int32) for r in routes)
-    shape = ModelShape("counts", hidden_size=64, intermediate_size=64, topk=2, experts_per_gpu=2)
+    shape = ModelShape("counts", hidden_size=64, intermediate_size=64, topk=2, experts_per_gpu=2, config=MoKConfig(**knobs))
     x = torch.zeros(len(routes[0]), 64, dtype=torch.bfloat16)
     return LayerProblem(shape, Ranks(0, len(routes), CPU), tables, x, tables[0], torch.zeros(len(routes[0]), 2), x, x, x, MainGrad(x, x))
 
@@ -46,6 +47,53 @@ def test_traffic_by_hand() -> None:
     # Rank 0 receives 1 row in dispatch and 3 results; rank 1 the other way round. A row is 128 bytes.
     assert traffic.remote_bytes_by_route == 4 * 128
     assert traffic.remote_bytes_by_token == 3 * 128
+
+
+def _replay_problem(minibatch_size: int) -> LayerProblem:
+    """Experts 0 to 3 have 300, 0, 300 and 200 rows: rank 0 has 3 blocks, rank 1 has 3 and 2 of them."""
+    return _problem_of([[[0, 2]] * 150 + [[-1, 3]] * 200, [[0, 2]] * 150], minibatch_size=minibatch_size)
+
+
+@pytest.mark.parametrize(("minibatch", "recomputed", "replayed"), [(128, 384, 256), (256, 512, 128), (512, 512, 128)])
+def test_replay_sizes_by_hand(minibatch: int, recomputed: int, replayed: int) -> None:
+    problem = _replay_problem(minibatch)
+    assert problem.padded_rank_rows() == [384, 640]
+    sizes = replay_sizes(problem)
+    assert (sizes.rows, sizes.minibatch_size, sizes.recomputed_rows, sizes.replayed_rows) == (640, minibatch, recomputed, replayed)
+    assert COMPETITORS["mok_replay"].unavailable(problem) is None
+    assert "640 rows are one minibatch of 640" in COMPETITORS["mok_replay"].unavailable(_replay_problem(640))
+
+
+def _replay_record(without: str | None = None) -> dict[str, Any]:
+    times = {"mok": [2.0, 2.0, 2.5], "mok_replay": [2.6, 2.5, 3.1], "mok_repeated": [0.6, 0.75, 0.6]}
+    rows = {"mok_repeated": MoKRepeatedRow, **COMPETITORS}
+    results = {(name, BACKWARD): _result(rows[name], ms, phase=BACKWARD) for name, ms in times.items() if name != without}
+    described = {"workload": "uniform", "tokens": 350, "seed": 7}
+    return report.make_record(_replay_problem(128), results, **described, hides_us=1000.0, copy_rate=4e12)
+
+
+def test_replay_by_hand() -> None:
+    record = _replay_record()
+    # Two thirds as many rows are replayed as are recomputed: 0.4, 0.5 and 0.4 ms, beside 0.6, 0.5 and 0.6 more.
+    assert record["replay"] == {
+        "more_ms": pytest.approx({"median": 0.6, "p10": 0.52, "p90": 0.6}),
+        "repeated_ms": pytest.approx({"median": 0.4, "p10": 0.4, "p90": 0.48}),
+        "overhead": pytest.approx({"median": 0.5, "p10": 0.1, "p90": 0.5}),
+        "replayed_rows": 256,
+        "recomputed_rows": 384,
+    }
+    rows = {row["name"]: row for row in record["rows"]}
+    assert rows["mok_replay"]["tflops"] and rows["mok_repeated"]["tflops"] is None and rows["mok_repeated"]["remote_bytes"] is None
+    json.dumps(record)
+    (line,) = [line for line in report.table(record).splitlines() if line.startswith("replay: ")]
+    assert "takes 600 us (520 to 600) more with one macrobatch of 256 rows replayed" in line
+    assert "repeats 400 us (400 to 480), a launch and a start" in line and line.endswith("overhead 50.0% (10.0% to 50.0%)")
+
+
+@pytest.mark.parametrize("without", ["mok", "mok_replay", "mok_repeated"])
+def test_replay_needs_all_three_rows(without: str) -> None:
+    record = _replay_record(without)
+    assert record["replay"] is None and "replay: " not in report.table(record)
 
 
 def test_spread_is_median_and_percentiles() -> None:

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from mok_megatron.bench import gradients, oracle
+from mok_megatron.bench.layer import measure
 from mok_megatron.bench.phases import BACKWARD, FORWARD, FORWARD_BACKWARD, PHASES
 from mok_megatron.bench.problem import LayerProblem, Ranks
 from mok_megatron.bench.rows import COMPETITORS
 from mok_megatron.bench.rows.experts import GatherSums, Place, SpreadRows, Take, sum_rows, swiglu, swiglu_grads
 from mok_megatron.bench.workloads import WORKLOADS
+from mok_megatron.config import MoKConfig
 from tests.cpu import bench_helpers
 from tests.cpu.bench_helpers import CPU, small_problem
 from tests.cpu.emulation import MISTAKES, emulate
@@ -81,6 +83,41 @@ def test_planted_faults_are_reported_and_not_timed(ranks2: RankPool, ep_size: in
         assert "[20, 128]" in reason and "[40, 128]" in reason
         for key in [(name, phase) for name in _BOTH_WAYS for phase in PHASES] + [("mok_schedule", FORWARD)]:
             assert results[key] == ("ok", None, 2)
+
+
+@pytest.mark.parametrize("workload", ["uniform", "zipf_1.0"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_busiest_rank_replays_one_macrobatch(ranks2: RankPool, ep_size: int, workload: str) -> None:
+    everyone = [bench_helpers.replayed(0, 1, workload)] if ep_size == 1 else ranks2.run(bench_helpers.replayed, 2, workload)
+    _, _, made, sizes = everyone[0]
+    rows = [rank_rows for _, rank_rows, _, _ in everyone]
+    assert max(rows) == sizes.rows == sizes.recomputed_rows + sizes.replayed_rows
+    assert made == (128, 128, sizes.halved_macrobatch_size) and -(-max(rows) // made[2]) == 2
+    last = ep_size - 1
+    fault = f"wrong: rank {last}: gate_up: 1 of {min(rows[last], made[2])} rows differ from those that the forward keeps"
+    good = ["mok", "mok_replay", "mok_repeated", *(["mok_ep1"] if ep_size > 1 else [])]
+    for statuses, _, same, foreseen in everyone:
+        assert (same, foreseen) == (made, sizes)
+        assert statuses == {**{(name, BACKWARD): "ok" for name in good}, ("one_bit_off", BACKWARD): fault}
+
+
+def test_a_replay_needs_two_minibatches_and_a_mok_that_replays_nothing() -> None:
+    problem = small_problem(Ranks(0, 1, CPU))  # 512 rows, all in the minibatch that the rule gives
+    results = measure(problem, [COMPETITORS["mok_replay"]], bench_helpers.CountingClock(), iterations=1, warmup=0)
+    assert {(key, result.status) for key, result in results.items()} == {
+        (("mok_replay", BACKWARD), "skipped"),
+        (("mok_repeated", BACKWARD), "skipped"),
+    }
+    assert "512 rows are one minibatch of 640" in results["mok_replay", BACKWARD].reason
+    for minibatch, macrobatch, reason in (
+        (256, None, None),
+        (512, None, "512 rows are one minibatch of 512"),
+        (128, 512, None),
+        (128, 384, "512 rows are more than MoK's own macrobatch of 384"),
+    ):
+        shape = dataclasses.replace(problem.shape, config=MoKConfig(minibatch_size=minibatch, macrobatch_size=macrobatch))
+        found = COMPETITORS["mok_replay"].unavailable(dataclasses.replace(problem, shape=shape))
+        assert found is None if reason is None else reason in found
 
 
 def test_bare_row_is_judged_too() -> None:

@@ -100,7 +100,8 @@ class MoKRepeatedRow(MoKReplayRow):
     def verify_gradients(self, phase: str, reference: GradientReference) -> Verdict:
         """The context that the forward kept, exactly, in all rows that the rank has."""
         schedule, kept = self._kept
-        self._poison(*kept.tensors())
+        for tensor in kept.tensors():
+            self._poison(tensor)
         found = self.call(phase)()
         rows = min(int(schedule.num_rows), self.workspace.macrobatch_size)
         for name in ("x_rows", "gate_up"):
