@@ -166,12 +166,18 @@ def idle_rank(rank: int, ep_size: int) -> dict[Key, str]:
     return {key: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for key, result in results.items()}
 
 
-def replayed(rank: int, ep_size: int, workload: str) -> tuple[dict[Key, str], int, tuple[int, int, int], ReplaySizes]:
+def replayed(rank: int, ep_size: int, light: bool) -> tuple[dict[Key, str], int, tuple[int, int, int], ReplaySizes]:
     """With MoK's replay among the rows, and a planted one: status (and reason) by row and phase; then this rank's rows as the replay's
     schedule counts them, the minibatches of MoK's and of the replay's workspace, the replay's macrobatch; and the sizes that were foreseen.
+
+    light: all routes go to rank 0, but for one of each of its own tokens, so that rank 1 has less than a macrobatch.
     """
     shape = dataclasses.replace(SHAPE, config=dataclasses.replace(SHAPE.config, minibatch_size=128))
-    problem = make_problem(shape, here(ep_size, rank), workload, tokens=90, seed=7)
+    problem = make_problem(shape, here(ep_size, rank), "uniform", tokens=90, seed=7)
+    if light:
+        takes = [0, 1, 4], [0, 1, 2]
+        routes = tuple(torch.tensor(row, dtype=torch.int32).repeat(len(old), 1) for row, old in zip(takes, problem.routes, strict=True))
+        problem = dataclasses.replace(problem, routes=routes, topk_experts=routes[rank])
     rows = [COMPETITORS["mok"], COMPETITORS["mok_replay"], OneBitOffRow]
     results = measure(problem, rows, CountingClock(), iterations=1, warmup=0, phases=[BACKWARD])
     statuses = {key: result.status if result.status == "ok" else f"{result.status}: {result.reason}" for key, result in results.items()}
