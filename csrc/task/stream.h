@@ -79,11 +79,16 @@ MOK_HOST_DEVICE int64_t closing_order(const Plan& plan, int64_t segment, int64_t
   return ((plan.num_macrobatches * macro_segments(plan.shape) + segment) << kOrderShift) + index;
 }
 
-MOK_HOST_DEVICE void add_wait(Task& task, int64_t first, int64_t count, int64_t target) {
-  task.waits[task.num_waits++] = {first, count, target};
+// Places are given as constants, in order: with an index that it has to work out, a device would keep the task on its stack.
+MOK_HOST_DEVICE void set_wait(Task& task, int place, int64_t first, int64_t count, int64_t target) {
+  task.waits[place] = {first, count, target};
+  task.num_waits = place + 1;
 }
 
-MOK_HOST_DEVICE void add_bump(Task& task, int64_t counter) { task.bumps[task.num_bumps++] = counter; }
+MOK_HOST_DEVICE void set_bump(Task& task, int place, int64_t counter) {
+  task.bumps[place] = counter;
+  task.num_bumps = place + 1;
+}
 
 MOK_HOST_DEVICE void add_access(Task& task, RingBuffer buffer, int32_t mode, int64_t first_block, int64_t num_blocks) {
 #ifndef __CUDA_ARCH__  // the kernels know what they touch, and a device would keep the list on its stack
@@ -136,15 +141,15 @@ MOK_HOST_DEVICE void fill_dispatch(const Plan& plan, Task& task, bool dy, int64_
   const bool fresh = previous < 0 || (plan.shape.pass == Pass::kBackward && !dy && macro == 1);
   if (!fresh) {
     if (plan.shape.pass == Pass::kForward) {
-      add_wait(task, plan.gemm1_done(previous), 1, plan.gemm1_tiles);
+      set_wait(task, 0, plan.gemm1_done(previous), 1, plan.gemm1_tiles);
     } else {
       const int64_t expert = plan.block_expert(previous);
-      add_wait(task, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
+      set_wait(task, 0, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
     }
   }
   add_access(task, dy ? RingBuffer::kDy : RingBuffer::kX, kWrite, task.ring_block, 1);
-  add_bump(task, dy ? plan.dispatched_dy(block) : plan.dispatched(block));
-  add_bump(task, plan.transfers_done());
+  set_bump(task, 0, dy ? plan.dispatched_dy(block) : plan.dispatched(block));
+  set_bump(task, 1, plan.transfers_done());
 }
 
 MOK_HOST_DEVICE void fill_gemm1(const Plan& plan, Task& task, int64_t walk, int64_t macro, int64_t minibatch, int64_t index) {
@@ -155,15 +160,15 @@ MOK_HOST_DEVICE void fill_gemm1(const Plan& plan, Task& task, int64_t walk, int6
   task.kind = TaskKind::kGemm1;
   task.tile_n = at.tile;
   task.order = segment_order(plan.shape, walk, minibatch, kFront, index);
-  add_wait(task, plan.dispatched(block), 1, kDispatchTasksPerBlock);
+  set_wait(task, 0, plan.dispatched(block), 1, kDispatchTasksPerBlock);
   add_access(task, RingBuffer::kX, plan.shape.pass == Pass::kBackward ? kRead : kRead | kRelease, task.ring_block, 1);
   add_access(task, RingBuffer::kGateUp, kWrite, task.ring_block, 1);
   if (plan.shape.pass == Pass::kForward) {
     const int64_t previous = previous_in_slot(plan, block);
-    if (previous >= 0) add_wait(task, plan.gemm2_done(previous), 1, plan.gemm2_tiles);
+    if (previous >= 0) set_wait(task, 1, plan.gemm2_done(previous), 1, plan.gemm2_tiles);
     add_access(task, RingBuffer::kActivation, kWrite, task.ring_block, 1);
   }
-  add_bump(task, plan.gemm1_done(block));
+  set_bump(task, 0, plan.gemm1_done(block));
 }
 
 MOK_HOST_DEVICE void fill_gemm2(const Plan& plan, Task& task, int64_t walk, int64_t macro, int64_t minibatch, int64_t index) {
@@ -174,10 +179,10 @@ MOK_HOST_DEVICE void fill_gemm2(const Plan& plan, Task& task, int64_t walk, int6
   task.kind = TaskKind::kGemm2;
   task.tile_n = at.tile;
   task.order = segment_order(plan.shape, walk, minibatch, kBack, index);
-  add_wait(task, plan.gemm1_done(block), 1, plan.gemm1_tiles);
+  set_wait(task, 0, plan.gemm1_done(block), 1, plan.gemm1_tiles);
   add_access(task, RingBuffer::kActivation, kRead | kRelease, task.ring_block, 1);
-  add_bump(task, plan.gemm2_done(block));
-  add_bump(task, plan.transfers_done());
+  set_bump(task, 0, plan.gemm2_done(block));
+  set_bump(task, 1, plan.transfers_done());
 }
 
 MOK_HOST_DEVICE void fill_dgrad2(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index, int64_t order_index) {
@@ -188,17 +193,17 @@ MOK_HOST_DEVICE void fill_dgrad2(const Plan& plan, Task& task, int64_t macro, in
   task.kind = TaskKind::kDgrad2;
   task.tile_n = at.tile;
   task.order = segment_order(plan.shape, macro, minibatch, kFront, order_index);
-  add_wait(task, plan.dispatched_dy(block), 1, kDispatchTasksPerBlock);
+  set_wait(task, 0, plan.dispatched_dy(block), 1, kDispatchTasksPerBlock);
   if (macro > 0) {
-    add_wait(task, plan.gemm1_done(block), 1, plan.gemm1_tiles);
+    set_wait(task, 1, plan.gemm1_done(block), 1, plan.gemm1_tiles);
     // The slot's earlier dgate/dup may still be read by a dgrad1; its other readers are weight gradients, which the fetch of dy waited for.
-    add_wait(task, plan.dgrad1_done(previous_in_slot(plan, block)), 1, plan.dgrad1_tiles);
+    set_wait(task, 2, plan.dgrad1_done(previous_in_slot(plan, block)), 1, plan.dgrad1_tiles);
   }
   add_access(task, RingBuffer::kDy, kRead, task.ring_block, 1);
   add_access(task, macro == 0 ? RingBuffer::kSavedGateUp : RingBuffer::kGateUp, kRead, task.ring_block, 1);
   add_access(task, RingBuffer::kActivation, kWrite, task.ring_block, 1);
   add_access(task, RingBuffer::kDGateUp, kWrite, task.ring_block, 1);
-  add_bump(task, plan.dgrad2_done(block));
+  set_bump(task, 0, plan.dgrad2_done(block));
 }
 
 MOK_HOST_DEVICE void fill_dgrad1(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index) {
@@ -209,10 +214,10 @@ MOK_HOST_DEVICE void fill_dgrad1(const Plan& plan, Task& task, int64_t macro, in
   task.kind = TaskKind::kDgrad1;
   task.tile_n = at.tile;
   task.order = segment_order(plan.shape, macro, minibatch, kBack, index);
-  add_wait(task, plan.dgrad2_done(block), 1, plan.dgrad2_tiles);
+  set_wait(task, 0, plan.dgrad2_done(block), 1, plan.dgrad2_tiles);
   add_access(task, RingBuffer::kDGateUp, kRead | kRelease, task.ring_block, 1);
-  add_bump(task, plan.dgrad1_done(block));
-  add_bump(task, plan.transfers_done());
+  set_bump(task, 0, plan.dgrad1_done(block));
+  set_bump(task, 1, plan.transfers_done());
 }
 
 MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int64_t index) {
@@ -228,7 +233,7 @@ MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int
   task.tile_m = local_tile % tiles_m;
   task.tile_n = local_tile / tiles_m;
   task.order = wgrad_order(plan.shape, macro, index);
-  add_bump(task, plan.expert_wgrad_done(expert));
+  set_bump(task, 0, plan.expert_wgrad_done(expert));
   const int64_t macro_begin = plan.macro_first_block(macro), macro_end = macro_begin + plan.macro_blocks(macro);
   const int64_t expert_begin = plan.expert_first_block(expert), expert_end = plan.expert_first_block(expert + 1);
   if (expert_begin == expert_end) {
@@ -243,13 +248,15 @@ MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int
   task.num_blocks = end - begin;
   task.continues = expert_begin < macro_begin;
   task.continued = expert_end > macro_end;
-  add_wait(task, plan.dgrad2_done(begin), end - begin, plan.dgrad2_tiles);
-  if (task.continues) add_wait(task, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
-  if (task.continued) {
-    // The scratch tile is written; if another expert came into this macrobatch through it, that one must have read it.
+  set_wait(task, 0, plan.dgrad2_done(begin), end - begin, plan.dgrad2_tiles);
+  if (task.continues) {
+    set_wait(task, 1, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
+  } else if (task.continued) {
+    // The scratch tile is written; if another expert came into this macrobatch through it, that one must have read it. An expert that itself
+    // came in through it is the macrobatch's first: no task has both of these waits.
     const int64_t carried = plan.macro_first_expert(macro);
     if (carried != expert && plan.expert_first_block(carried) < macro_begin) {
-      add_wait(task, plan.expert_wgrad_done(carried), 1, wgrad_target(plan, carried, macro));
+      set_wait(task, 1, plan.expert_wgrad_done(carried), 1, wgrad_target(plan, carried, macro));
     }
   }
   const int64_t slot = plan.ring_block(begin);
@@ -360,7 +367,7 @@ MOK_HOST_DEVICE Task comm_task(const Plan& plan, int64_t ticket) {
     task.kind = TaskKind::kSignalDone;
     task.stream = Stream::kComm;
     task.order = detail::closing_order(plan, 0, 0);
-    detail::add_wait(task, plan.transfers_done(), 1, plan.transfers);
+    detail::set_wait(task, 0, plan.transfers_done(), 1, plan.transfers);
     return task;
   }
   // Fetches of a macrobatch; the backward's later macrobatches fetch x and dy of each minibatch in turn.
