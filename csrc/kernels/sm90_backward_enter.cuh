@@ -33,15 +33,31 @@ struct BackwardEnterParams {
   int64_t grads13[kMaxLocalExperts], grads2[kMaxLocalExperts];  // with flags, see sm90_weight_grad.cuh
 };
 
+// By one warp. Every block writes the same table and reads what it wrote.
+__device__ __forceinline__ void write_macro_table(const Plan& plan, int64_t* table, uint32_t lane) {
+  int64_t before = 0;
+  for (int64_t first = 0; first < plan.num_macrobatches; first += 32) {
+    const int64_t macro = first + lane;
+    int64_t sum = macro < plan.num_macrobatches ? plan.backward_macro_tasks(macro) : 0;
+    for (uint32_t step = 1; step < 32; step *= 2) {
+      const int64_t lower = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += lower;
+    }
+    if (macro < plan.num_macrobatches) table[macro + 1] = before + sum;
+    before += __shfl_sync(0xffffffffu, sum, 31);
+  }
+  if (lane == 0) table[0] = 0;
+}
+
 __global__ void __launch_bounds__(kEnterThreads) backward_enter_kernel(const __grid_constant__ BackwardEnterParams params) {
-  __shared__ Plan plan;
+  // Searched by every thread, several times a task.
+  __shared__ int64_t offsets[kMaxLocalExperts + 1];
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  // Every block writes the same table of macrobatches and reads what it wrote.
-  if (threadIdx.x == 0) plan = make_plan(params.shape, params.expert_row_offsets, params.macro_table);
   const int64_t rank = params.shape.rank, experts = params.shape.num_local_experts;
+  for (int64_t e = threadIdx.x; e <= experts; e += blockDim.x) offsets[e] = params.expert_row_offsets[e];
   copy_chunks(params.x, reinterpret_cast<uint4*>(params.peers.x[rank]), params.x_chunks, thread, threads);
   if (params.dy != nullptr) copy_chunks(params.dy, reinterpret_cast<uint4*>(params.peers.dy[rank]), params.x_chunks, thread, threads);
   float* weights = reinterpret_cast<float*>(params.peers.router_weights[rank]);
@@ -59,6 +75,12 @@ __global__ void __launch_bounds__(kEnterThreads) backward_enter_kernel(const __g
     }
   }
   __syncthreads();
+  Plan plan = make_plan(params.shape, offsets);
+  if (params.shape.pass == Pass::kBackward) {
+    if (threadIdx.x < 32) write_macro_table(plan, params.macro_table, threadIdx.x);
+    __syncthreads();
+    set_macro_table(plan, params.macro_table);
+  }
   decode_tickets(0, plan.compute_tasks, [&](int64_t ticket) {
     params.compute_records[ticket] = make_backward_record(plan, params.expert_rows, compute_task(plan, ticket));
   });

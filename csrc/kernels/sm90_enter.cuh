@@ -27,7 +27,8 @@ struct EnterParams {
   int64_t w13[kMaxLocalExperts], w2[kMaxLocalExperts];
 };
 
-static __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __grid_constant__ EnterParams params) {
+// At most a block a multiprocessor: told so, the compiler spills nothing.
+static __global__ void __launch_bounds__(kEnterThreads, 1) enter_kernel(const __grid_constant__ EnterParams params) {
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -42,7 +43,7 @@ static __global__ void __launch_bounds__(kEnterThreads) enter_kernel(const __gri
     ptx::tensor_map_set_address(map, reinterpret_cast<const void*>(first ? params.w13[i] : params.w2[i - params.num_local_experts]));
     ptx::tensor_map_release();
   }
-  const Plan plan = make_plan(params.shape, params.expert_row_offsets, nullptr);
+  const Plan plan = make_plan(params.shape, params.expert_row_offsets);
   decode_tickets(0, plan.compute_tasks, [&](int64_t ticket) {
     params.compute_records[ticket] = make_record(plan, params.expert_rows, detail::forward_compute_task(plan, ticket));
   });

@@ -71,20 +71,19 @@ struct Plan {
     return lo;
   }
 
-  // Macrobatches in which an expert has weight-gradient tasks. An expert without rows has them in exactly one.
+  // An expert has weight-gradient tasks in every macrobatch that holds rows of it; one without rows, in the macrobatch where it stands.
   MOK_HOST_DEVICE int64_t expert_first_macro(int64_t expert) const {
     return min_of(expert_first_block(expert) / shape.macrobatch_blocks, num_macrobatches - 1);
   }
-  MOK_HOST_DEVICE int64_t expert_last_macro(int64_t expert) const {
-    const int64_t begin = expert_first_block(expert), end = expert_first_block(expert + 1);
-    return begin == end ? expert_first_macro(expert) : (end - 1) / shape.macrobatch_blocks;
-  }
-  // Experts of a macrobatch are a contiguous range: both bounds below are searches over monotone sequences.
+  // Experts of a macrobatch are a contiguous range: both bounds below are searches over monotone sequences. They compare blocks, since a
+  // division a step would take longer than all the rest.
   MOK_HOST_DEVICE int64_t macro_first_expert(int64_t macro) const {
+    const int64_t first_block = macro_first_block(macro);
     int64_t lo = 0, hi = shape.num_local_experts;
     while (lo < hi) {
       const int64_t mid = (lo + hi) / 2;
-      if (expert_last_macro(mid) >= macro) {
+      // Its rows go on in this macrobatch or beyond; or it has none, and stands there.
+      if (expert_first_block(mid + 1) > first_block || expert_first_block(mid) >= first_block) {
         hi = mid;
       } else {
         lo = mid + 1;
@@ -93,10 +92,12 @@ struct Plan {
     return lo;
   }
   MOK_HOST_DEVICE int64_t macro_end_expert(int64_t macro) const {
+    if (macro == num_macrobatches - 1) return shape.num_local_experts;
+    const int64_t end_block = macro_first_block(macro + 1);
     int64_t lo = 0, hi = shape.num_local_experts;
     while (lo < hi) {
       const int64_t mid = (lo + hi) / 2;
-      if (expert_first_macro(mid) > macro) {
+      if (expert_first_block(mid) >= end_block) {
         hi = mid;
       } else {
         lo = mid + 1;
@@ -117,8 +118,8 @@ MOK_HOST_DEVICE int64_t max_macrobatches(const PassShape& shape) {
   return shape.capacity_blocks == 0 ? 1 : ceil_div(shape.capacity_blocks, shape.macrobatch_blocks);
 }
 
-// `macro_table` holds max_macrobatches(shape) + 1 entries and is filled for the backward.
-MOK_HOST_DEVICE Plan make_plan(const PassShape& shape, const int64_t* expert_row_offsets, int64_t* macro_table) {
+// A backward's plan is not whole before set_macro_table().
+MOK_HOST_DEVICE Plan make_plan(const PassShape& shape, const int64_t* expert_row_offsets) {
   Plan plan;
   plan.shape = shape;
   plan.expert_row_offsets = expert_row_offsets;
@@ -147,23 +148,30 @@ MOK_HOST_DEVICE Plan make_plan(const PassShape& shape, const int64_t* expert_row
       dispatches = saved_blocks * kDispatchTasksPerBlock;
       plan.compute_tasks = saved_blocks * plan.gemm1_tiles;
       break;
-    case Pass::kBackward: {
+    case Pass::kBackward:
       // x is fetched again for all but the first macrobatch, whose rows are in the context.
       dispatches = (2 * blocks - saved_blocks) * kDispatchTasksPerBlock;
       pushes = blocks * plan.dgrad1_tiles;
-      int64_t offset = 0;
-      for (int64_t macro = 0; macro < plan.num_macrobatches; ++macro) {
-        macro_table[macro] = offset;
-        offset += plan.backward_macro_tasks(macro);
-      }
-      macro_table[plan.num_macrobatches] = offset;
-      plan.macro_compute_offset = macro_table;
-      plan.compute_tasks = offset + plan.reduce_tasks;
       break;
-    }
   }
   plan.transfers = dispatches + pushes;
   plan.comm_tasks = dispatches + 1;
+  return plan;
+}
+
+// `table` [num_macrobatches + 1] of a backward: sums of backward_macro_tasks().
+MOK_HOST_DEVICE void set_macro_table(Plan& plan, const int64_t* table) {
+  plan.macro_compute_offset = table;
+  plan.compute_tasks = table[plan.num_macrobatches] + plan.reduce_tasks;
+}
+
+// With its table, which holds max_macrobatches(shape) + 1 entries and is filled for the backward.
+MOK_HOST_DEVICE Plan make_plan(const PassShape& shape, const int64_t* expert_row_offsets, int64_t* macro_table) {
+  Plan plan = make_plan(shape, expert_row_offsets);
+  if (shape.pass != Pass::kBackward) return plan;
+  macro_table[0] = 0;
+  for (int64_t macro = 0; macro < plan.num_macrobatches; ++macro) macro_table[macro + 1] = macro_table[macro] + plan.backward_macro_tasks(macro);
+  set_macro_table(plan, macro_table);
   return plan;
 }
 
