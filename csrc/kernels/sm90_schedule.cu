@@ -1,7 +1,8 @@
 // The route schedule on the device: equal to schedule/route_schedule.h bit for bit.
 //
 // Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. One rank counts
-// what it publishes, in two launches. A chunk is what one warp walks in order, 32 routes at a time, so positions come from prefix sums alone.
+// its routes where it checks them, in two launches. A chunk is what one warp walks in order, 32 routes at a time, so positions come from prefix
+// sums alone. Routes cross between GPUs once: whoever counts them leaves their local experts here.
 #include <cuda_runtime.h>
 
 #include "../comm/sm90_wait.cuh"
@@ -21,9 +22,14 @@ int64_t chunks_of_rank(int64_t max_tokens, int64_t topk) {
   return chunks == 0 ? 1 : chunks;
 }
 
+int64_t local_expert_words(int64_t chunks) {
+  return chunks * kChunkRoutes * static_cast<int64_t>(sizeof(int16_t)) / static_cast<int64_t>(sizeof(int32_t));
+}
+
 struct ScheduleParams {
   ScheduleCall call;
-  int32_t* chunk_counts;  // [chunks of all ranks, E_local]
+  int32_t* chunk_counts;   // [chunks of all ranks, E_local]
+  int16_t* local_experts;  // [chunks of all ranks, kChunkRoutes]; -1: a route of another rank's expert, or none
   int64_t chunks_per_rank;
 };
 
@@ -101,15 +107,19 @@ __global__ void __launch_bounds__(kPublishThreads) publish_kernel(const __grid_c
   }
 }
 
-// Counts of one chunk's routes by local expert, over all threads of a block; `visit(i)` tells the local expert of route i of the chunk, or -1.
+// Counts of one chunk's routes by local expert, and the local experts, over all threads of a block; `visit(i)` tells that of route i of the
+// chunk, or -1.
 template <int kThreads, typename Visit>
 __device__ __forceinline__ void count_chunk(const ScheduleParams& params, int32_t (&counts)[kMaxLocalExperts], Visit visit) {
   const int64_t experts = params.call.num_local_experts;
+  int16_t* local = params.local_experts + static_cast<int64_t>(blockIdx.x) * kChunkRoutes;
   for (int64_t e = threadIdx.x; e < experts; e += kThreads) counts[e] = 0;
   __syncthreads();
 #pragma unroll
   for (int step = 0; step < kChunkRoutes / kThreads; ++step) {
-    const int32_t expert = visit(step * kThreads + static_cast<int>(threadIdx.x));
+    const int at = step * kThreads + static_cast<int>(threadIdx.x);
+    const int32_t expert = visit(at);
+    local[at] = static_cast<int16_t>(expert);
     if (expert >= 0) atomicAdd(&counts[expert], 1);
   }
   __syncthreads();
@@ -117,51 +127,34 @@ __device__ __forceinline__ void count_chunk(const ScheduleParams& params, int32_
   for (int64_t e = threadIdx.x; e < experts; e += kThreads) out[e] = counts[e];
 }
 
-// One rank: nobody to wait for. A block a chunk.
-__global__ void __launch_bounds__(kPublishThreads) publish_and_count_kernel(const __grid_constant__ ScheduleParams params) {
+// One rank: nobody to wait for, nobody to publish to. A block a chunk.
+__global__ void __launch_bounds__(kPublishThreads) check_and_count_kernel(const __grid_constant__ ScheduleParams params) {
   ptx::allow_next_kernel();
   __shared__ int32_t counts[kMaxLocalExperts];
   const ScheduleCall& call = params.call;
-  const int64_t parity = current_call(call) % 2, first = static_cast<int64_t>(blockIdx.x) * kChunkRoutes, routes = call.num_tokens * call.topk;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kChunkRoutes, routes = call.num_tokens * call.topk;
   const bool aborted = reinterpret_cast<const DeviceState*>(call.state)->aborted != 0;
-  int32_t* shared_routes = routes_of(call, 0, parity);
   int32_t* own = reinterpret_cast<int32_t*>(call.own_routes);
   count_chunk<kPublishThreads>(params, counts, [&](int at) {
     const int64_t i = first + at;
     if (i >= routes) return -1;
     const int32_t expert = checked_route(call, i);
-    shared_routes[i] = own[i] = expert;
+    own[i] = expert;
     return aborted ? -1 : expert;
   });
-  if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<int64_t*>(call.peers.num_tokens[0])[parity] = aborted ? 0 : call.num_tokens;
 }
 
-// Walks one chunk in order. `visit(expert, same, rank, i)` gets each route's local expert (-1: not this rank's), the lanes that have the same
-// one, and where the route stands. All loads come first: those from a peer take microseconds.
+// Walks one chunk in order. `visit(expert, same, i)` gets each route's local expert (-1: not this rank's), the lanes that have the same one, and
+// where in the chunk the route stands. All loads come first.
 template <typename Visit>
-__device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t chunk, int64_t parity, uint32_t lane, Visit visit) {
-  const ScheduleCall& call = params.call;
-  const int64_t rank = chunk / params.chunks_per_rank;
-  const int64_t first = chunk % params.chunks_per_rank * kChunkRoutes;
-  const int64_t tokens = reinterpret_cast<const int64_t*>(call.peers.num_tokens[rank])[parity];
-  const int64_t end = min_of(first + kChunkRoutes, tokens * call.topk);
-  const int64_t allocated = min_of(first + kChunkRoutes, call.max_tokens * call.topk);
-  const int32_t* routes = routes_of(call, rank, parity);
-  const int32_t first_expert = static_cast<int32_t>(call.rank * call.num_local_experts);
+__device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t chunk, uint32_t lane, Visit visit) {
+  const int16_t* local = params.local_experts + chunk * kChunkRoutes;
   constexpr int kSteps = kChunkRoutes / 32;
   int32_t experts[kSteps];
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int64_t i = first + step * 32 + lane;
-    experts[step] = i < allocated ? routes[i] - first_expert : -1;
-  }
+  for (int step = 0; step < kSteps; ++step) experts[step] = local[step * 32 + lane];
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int64_t i = first + step * 32 + lane;
-    const bool mine = i < end && experts[step] >= 0 && experts[step] < call.num_local_experts;
-    const int32_t expert = mine ? experts[step] : -1;
-    visit(expert, __match_any_sync(0xffffffffu, expert), rank, i);
-  }
+  for (int step = 0; step < kSteps; ++step) visit(experts[step], __match_any_sync(0xffffffffu, experts[step]), step * 32 + lane);
 }
 
 __global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_constant__ ScheduleParams params) {
@@ -182,7 +175,7 @@ __global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_const
     const int64_t i = first + at;
     // Loaded before the number of tokens is known: it comes from a peer, too.
     const int32_t expert = ready && i < allocated ? ids[i] - first_expert : -1;
-    return i < routes && expert < call.num_local_experts ? expert : -1;
+    return i < routes && expert >= 0 && expert < call.num_local_experts ? expert : -1;
   });
 }
 
@@ -266,13 +259,15 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   int32_t* slots = reinterpret_cast<int32_t*>(call.row_source_slot);
   if (!overflow && threadIdx.x < 32) {
     const uint32_t lane = threadIdx.x;
-    walk_chunk(params, chunk, number % 2, lane, [&](int32_t expert, uint32_t same, int64_t rank, int64_t i) {
+    const int32_t rank = static_cast<int32_t>(chunk / params.chunks_per_rank);
+    const int32_t first_slot = static_cast<int32_t>(chunk % params.chunks_per_rank * kChunkRoutes);
+    walk_chunk(params, chunk, lane, [&](int32_t expert, uint32_t same, int32_t i) {
       const int32_t first = expert >= 0 ? cursor[expert] : 0;
       __syncwarp();
       if (expert >= 0) {
         const int64_t row = offsets[expert] + first + __popc(same & ((1u << lane) - 1));
-        ranks[row] = static_cast<int32_t>(rank);
-        slots[row] = static_cast<int32_t>(i);
+        ranks[row] = rank;
+        slots[row] = first_slot + i;
         if (__ffs(same) - 1 == static_cast<int>(lane)) cursor[expert] = first + __popc(same);
       }
       __syncwarp();
@@ -303,14 +298,15 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
 int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
   ScheduleParams params;
   params.call = call;
-  params.chunk_counts = reinterpret_cast<int32_t*>(call.scratch);
   params.chunks_per_rank = chunks_of_rank(call.max_tokens, call.topk);
+  params.chunk_counts = reinterpret_cast<int32_t*>(call.scratch);
+  params.local_experts = reinterpret_cast<int16_t*>(params.chunk_counts + params.chunks_per_rank * call.ep_size * call.num_local_experts);
   const int64_t routes = call.num_tokens * call.topk;
   const int publish_blocks = static_cast<int>(routes == 0 ? 1 : min_of(ceil_div(routes, kPublishThreads), 512));
   const int chunks = static_cast<int>(params.chunks_per_rank * call.ep_size);
   int code;
   if (call.ep_size == 1) {
-    publish_and_count_kernel<<<chunks, kPublishThreads, 0, stream>>>(params);
+    check_and_count_kernel<<<chunks, kPublishThreads, 0, stream>>>(params);
     code = cudaGetLastError();
   } else {
     publish_kernel<<<publish_blocks, kPublishThreads, 0, stream>>>(params);
@@ -326,7 +322,7 @@ int launch_schedule(const ScheduleCall& call, cudaStream_t stream) {
 int load_schedule_kernels() {
   cudaFuncAttributes attributes;
   int code = cudaFuncGetAttributes(&attributes, publish_kernel);
-  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, publish_and_count_kernel);
+  if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, check_and_count_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, count_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, scatter_kernel);
   return code;
@@ -341,5 +337,6 @@ extern "C" int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream) {
 extern "C" int64_t mok_schedule_call_bytes() { return sizeof(mok::ScheduleCall); }
 
 extern "C" int64_t mok_sm90_schedule_scratch_words(int64_t ep_size, int64_t max_tokens, int64_t topk, int64_t num_local_experts) {
-  return mok::chunks_of_rank(max_tokens, topk) * ep_size * num_local_experts;
+  const int64_t chunks = mok::chunks_of_rank(max_tokens, topk) * ep_size;
+  return chunks * num_local_experts + mok::local_expert_words(chunks);
 }
