@@ -1,8 +1,8 @@
 // The route schedule on the device: equal to schedule/route_schedule.h bit for bit.
 //
 // Three launches: publish this rank's routes; count every rank's routes of this rank's experts by chunks; add up and scatter. One rank counts
-// its routes where it checks them, in two launches. A chunk is what one warp walks in order, 32 routes at a time, so positions come from prefix
-// sums alone. Routes cross between GPUs once: whoever counts them leaves their local experts here.
+// its routes where it checks them, in two launches. A chunk is one block's; its warps walk a part each, 32 routes at a time, so positions come
+// from prefix sums alone. Routes cross between GPUs once: whoever counts them leaves their local experts here.
 #include <cuda_runtime.h>
 
 #include "../comm/sm90_wait.cuh"
@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kChunkRoutes = 512;
 constexpr int kPublishThreads = 256, kCountThreads = 256, kScatterThreads = 256;
+constexpr int kScatterWarps = kScatterThreads / 32;
 
 // At least one, so that a group that brings no token launches something.
 int64_t chunks_of_rank(int64_t max_tokens, int64_t topk) {
@@ -144,17 +145,34 @@ __global__ void __launch_bounds__(kPublishThreads) check_and_count_kernel(const 
   });
 }
 
-// Walks one chunk in order. `visit(expert, same, i)` gets each route's local expert (-1: not this rank's), the lanes that have the same one, and
-// where in the chunk the route stands. All loads come first.
-template <typename Visit>
-__device__ __forceinline__ void walk_chunk(const ScheduleParams& params, int64_t chunk, uint32_t lane, Visit visit) {
-  const int16_t* local = params.local_experts + chunk * kChunkRoutes;
-  constexpr int kSteps = kChunkRoutes / 32;
+// One warp's part of a chunk: the local experts of its routes, 32 a step, and how many routes of the same expert come before each in the part.
+struct ChunkPart {
+  static constexpr int kRoutes = kChunkRoutes / kScatterWarps, kSteps = kRoutes / 32;
   int32_t experts[kSteps];
+  int32_t before[kSteps];
+};
+static_assert(kChunkRoutes % (kScatterWarps * 32) == 0, "whole steps of whole warps");
+
+__device__ __forceinline__ ChunkPart load_part(const ScheduleParams& params, int64_t chunk, uint32_t warp, uint32_t lane) {
+  ChunkPart part;
+  const int16_t* local = params.local_experts + chunk * kChunkRoutes + warp * ChunkPart::kRoutes;
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) experts[step] = local[step * 32 + lane];
+  for (int step = 0; step < ChunkPart::kSteps; ++step) part.experts[step] = local[step * 32 + lane];
+  return part;
+}
+
+// `counts` [E_local], in shared memory: zeros, then the number of the part's routes of each expert.
+__device__ __forceinline__ void count_part(ChunkPart& part, int32_t* counts, uint32_t lane) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) visit(experts[step], __match_any_sync(0xffffffffu, experts[step]), step * 32 + lane);
+  for (int step = 0; step < ChunkPart::kSteps; ++step) {
+    const int32_t expert = part.experts[step];
+    const uint32_t same = __match_any_sync(0xffffffffu, expert);
+    const int32_t earlier = expert >= 0 ? counts[expert] : 0;
+    __syncwarp();
+    part.before[step] = earlier + __popc(same & ((1u << lane) - 1));
+    if (expert >= 0 && __ffs(same) - 1 == static_cast<int>(lane)) counts[expert] = earlier + __popc(same);
+    __syncwarp();
+  }
 }
 
 __global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_constant__ ScheduleParams params) {
@@ -179,26 +197,35 @@ __global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_const
   });
 }
 
-// Every block adds up all chunks' counts for itself: positions of its own chunk's routes, rows and padded offsets of the experts. Then the first
-// warp scatters the chunk, and all threads fill a share of the padding, and of the rows behind the last expert, with -1.
-__global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ ScheduleParams params) {
+// Every block adds up all chunks' counts for itself: positions of its own chunk's routes, rows and padded offsets of the experts. Then it
+// scatters the chunk, and fills a share of the padding, and of the rows behind the last expert, with -1.
+//
+// Four blocks a multiprocessor: with fewer registers than that leaves, the compiler would put the loads of counts one behind the other.
+__global__ void __launch_bounds__(kScatterThreads, 4) scatter_kernel(const __grid_constant__ ScheduleParams params) {
   ptx::allow_next_kernel();
   ptx::wait_previous_kernel();
   __shared__ int32_t cursor[kMaxLocalExperts];
   __shared__ int32_t expert_rows[kMaxLocalExperts];
+  __shared__ int32_t part_cursor[kScatterWarps][kMaxLocalExperts];
   __shared__ int64_t offsets[kMaxLocalExperts + 1];
   __shared__ bool overflow;
   const ScheduleCall& call = params.call;
   const int64_t experts = call.num_local_experts, chunks = params.chunks_per_rank * call.ep_size, chunk = blockIdx.x;
   // Counted on before the call number moves on, below.
   const int64_t number = current_call(call);
-  for (int64_t expert = threadIdx.x; expert < experts; expert += kScatterThreads) cursor[expert] = expert_rows[expert] = 0;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  ChunkPart part = load_part(params, chunk, warp, lane);
+  for (int64_t expert = threadIdx.x; expert < experts; expert += kScatterThreads) {
+    cursor[expert] = expert_rows[expert] = 0;
+#pragma unroll
+    for (int w = 0; w < kScatterWarps; ++w) part_cursor[w][expert] = 0;
+  }
   __syncthreads();
   // Groups of threads as wide as the experts, each with a share of the chunks.
-  const int64_t width = experts <= kScatterThreads ? experts : kScatterThreads, groups = kScatterThreads / width;
-  const int64_t group = threadIdx.x / width;
+  const uint32_t width = static_cast<uint32_t>(min_of(experts, kScatterThreads)), groups = kScatterThreads / width;
+  const uint32_t group = threadIdx.x / width;
   if (group < groups) {
-    const int64_t share = ceil_div(chunks, groups), begin = group * share, end = min_of(begin + share, chunks);
+    const int64_t share = (gridDim.x + groups - 1) / groups, begin = group * share, end = min_of(begin + share, chunks);
     for (int64_t expert = threadIdx.x % width; expert < experts; expert += width) {
       int32_t before = 0, sum = 0;
       constexpr int kUnroll = 16;
@@ -216,15 +243,36 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
       if (sum != 0) atomicAdd(&expert_rows[expert], sum);
     }
   }
+  __syncwarp();
+  count_part(part, part_cursor[warp], lane);
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (warp == 0) {
     int64_t rows = 0;
-    for (int64_t e = 0; e < experts; ++e) {
-      offsets[e] = rows;
-      rows += ceil_div(expert_rows[e], kBlockRows) * kBlockRows;
+    for (int64_t first = 0; first < experts; first += 32) {
+      const int64_t e = first + lane;
+      const int64_t padded = e < experts ? ceil_div(expert_rows[e], kBlockRows) * kBlockRows : 0;
+      int64_t sum = padded;  // of this lane's expert and those of lower lanes
+      for (uint32_t step = 1; step < 32; step *= 2) {
+        const int64_t lower = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += lower;
+      }
+      if (e < experts) offsets[e] = rows + sum - padded;
+      rows += __shfl_sync(0xffffffffu, sum, 31);
     }
-    offsets[experts] = rows;
-    overflow = rows > call.capacity_rows;
+    if (lane == 0) {
+      offsets[experts] = rows;
+      overflow = rows > call.capacity_rows;
+    }
+  }
+  // Where each warp's first route of an expert stands among the expert's rows.
+  for (int64_t e = threadIdx.x; e < experts; e += kScatterThreads) {
+    int32_t before = cursor[e];
+#pragma unroll
+    for (int w = 0; w < kScatterWarps; ++w) {
+      const int32_t count = part_cursor[w][e];
+      part_cursor[w][e] = before;
+      before += count;
+    }
   }
   __syncthreads();
   if (chunk == 0) {
@@ -257,21 +305,17 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   }
   int32_t* ranks = reinterpret_cast<int32_t*>(call.row_source_rank);
   int32_t* slots = reinterpret_cast<int32_t*>(call.row_source_slot);
-  if (!overflow && threadIdx.x < 32) {
-    const uint32_t lane = threadIdx.x;
-    const int32_t rank = static_cast<int32_t>(chunk / params.chunks_per_rank);
-    const int32_t first_slot = static_cast<int32_t>(chunk % params.chunks_per_rank * kChunkRoutes);
-    walk_chunk(params, chunk, lane, [&](int32_t expert, uint32_t same, int32_t i) {
-      const int32_t first = expert >= 0 ? cursor[expert] : 0;
-      __syncwarp();
-      if (expert >= 0) {
-        const int64_t row = offsets[expert] + first + __popc(same & ((1u << lane) - 1));
-        ranks[row] = rank;
-        slots[row] = first_slot + i;
-        if (__ffs(same) - 1 == static_cast<int>(lane)) cursor[expert] = first + __popc(same);
-      }
-      __syncwarp();
-    });
+  if (!overflow) {
+    const uint32_t chunks_per_rank = static_cast<uint32_t>(params.chunks_per_rank), rank = blockIdx.x / chunks_per_rank;
+    const uint32_t first_slot = (blockIdx.x - rank * chunks_per_rank) * kChunkRoutes + warp * ChunkPart::kRoutes;
+#pragma unroll
+    for (int step = 0; step < ChunkPart::kSteps; ++step) {
+      const int32_t expert = part.experts[step];
+      if (expert < 0) continue;
+      const int64_t row = offsets[expert] + part_cursor[warp][expert] + part.before[step];
+      ranks[row] = static_cast<int32_t>(rank);
+      slots[row] = static_cast<int32_t>(first_slot + step * 32 + lane);
+    }
   }
   const int64_t used = overflow ? 0 : offsets[experts];
   for (int64_t e = chunk; !overflow && e < experts; e += gridDim.x) {
