@@ -45,11 +45,7 @@ __device__ __forceinline__ bool of_second_matrix(const BackwardRecord& task) {
 
 struct BackwardScheduler : Scheduler<BackwardScheduler, BackwardParams, Shared, Tile> {
   // Left in memory: two records would take most of the thread's registers.
-  struct Pair {
-    const BackwardRecord &one, &other;
-    __device__ const BackwardRecord& operator[](int i) const { return i == 0 ? one : other; }
-  };
-  static constexpr bool kUnrolled = false;
+  using HeldRecord = const BackwardRecord&;
   static constexpr unsigned kSlotPause = 0;
 
   int32_t waited_expert = -1, waited_macrobatch = -1;  // weight gradients of these have been waited for

@@ -33,12 +33,7 @@ struct Shared : TileSlots<Tile> {
 constexpr uint32_t kSharedBytes = shared_bytes<Shared>();
 
 struct ForwardScheduler : Scheduler<ForwardScheduler, ForwardParams, Shared, Tile> {
-  // 64 bytes each, read at once.
-  struct Pair {
-    TaskRecord tasks[2];
-    __device__ const TaskRecord& operator[](int i) const { return tasks[i]; }
-  };
-  static constexpr bool kUnrolled = true;
+  using HeldRecord = const TaskRecord;  // 64 bytes, read at once
   static constexpr unsigned kSlotPause = 32;
 
   __device__ int32_t iterations_of(const TaskRecord& task) const {

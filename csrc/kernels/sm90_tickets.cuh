@@ -56,8 +56,8 @@ struct TileReader {
 // waits for those stores, so it must not stand in a consumer's way. Whatever the scheduler waits for, it announces meanwhile.
 //
 // `Pass` derives from this and has, of a task: iterations_of(task), stages to walk; share_of(task, other) of two tasks of one kind, what the
-// cluster's tiles have in common; publish_task(task, share), which waits and publishes. And how it holds what it works on: `Pair`, two records,
-// copied or left in memory; kUnrolled, whether the two have code of their own; kSlotPause, nanoseconds between looks at a slot in use.
+// cluster's tiles have in common; publish_task(task, share), which waits and publishes. And how it holds what it works on: `HeldRecord`, a
+// record, copied or left in memory; kSlotPause, nanoseconds between looks at a slot in use.
 template <typename Pass, typename Params, typename Shared, typename Tile>
 struct Scheduler {
   const Params& params;
@@ -130,29 +130,15 @@ struct Scheduler {
       const int64_t first = take_tickets(turn);
       if (first >= total) break;
       const int count = first + 1 < total ? 2 : 1;
-      const typename Pass::Pair tasks{params.compute_records[first], params.compute_records[first + count - 1]};
-      if (count == 2 && tasks[0].kind == tasks[1].kind) {
-        pass.publish_task(rank == 0 ? tasks[0] : tasks[1], Pass::share_of(tasks[0], tasks[1]));
-        continue;
-      }
+      // Each by its own address: of an array indexed by rank a copy would lie on the stack. Where there is no second task, both are the first.
+      const int at = min(static_cast<int>(rank), count - 1);
+      typename Pass::HeldRecord mine = params.compute_records[first + at];
+      typename Pass::HeldRecord other = params.compute_records[first + count - 1 - at];
       // Tasks of two kinds may depend on each other, so they run one after the other, the idle CTA keeping step.
-      const auto in_turn = [&](bool mine, const auto& task) {
-        if (mine) {
-          pass.publish_task(task, Share::kNone);
-        } else {
-          publish_skip(pass.iterations_of(task));
-        }
-      };
-      if constexpr (Pass::kUnrolled) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (i == count) break;
-          in_turn(i == static_cast<int>(rank), tasks[i]);
-        }
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) in_turn(i == static_cast<int>(rank), tasks[i]);
-      }
+      const bool together = count == 2 && mine.kind == other.kind;
+      if (!together && rank == 1) publish_skip(pass.iterations_of(other));
+      if (static_cast<int>(rank) < count) pass.publish_task(mine, together ? Pass::share_of(mine, other) : Share::kNone);
+      if (!together && rank == 0 && count == 2) publish_skip(pass.iterations_of(other));
     }
     const uint32_t tiles = published;
     Tile tile = {};

@@ -70,9 +70,10 @@ __device__ __forceinline__ void skip_stages(uint32_t full_barriers, uint32_t emp
 // Before the producer loads through the map of a weight: an earlier kernel's ordinary stores wrote it. `fenced` holds the last map of either
 // matrix.
 __device__ __forceinline__ void fence_weight_map(const CUtensorMap* (&fenced)[2], bool matrix, const CUtensorMap* map) {
-  if (fenced[matrix] == map) return;
+  if ((matrix ? fenced[1] : fenced[0]) == map) return;
   ptx::tensor_map_acquire(map);
-  fenced[matrix] = map;
+  fenced[0] = matrix ? fenced[0] : map;
+  fenced[1] = matrix ? map : fenced[1];
 }
 
 // accumulators = A[64 rows of `warpgroup`] * B^T over `iterations` stages.
