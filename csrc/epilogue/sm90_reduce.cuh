@@ -37,7 +37,7 @@ __device__ __forceinline__ void reduce_tokens(const Params& params, int64_t firs
         }
 #pragma unroll
         for (int i = 0; i < kReduceRows; ++i) {
-          if (!(bits >> i & 1)) continue;
+          // A row that is not there adds +0, which changes no sum: none is -0, since they start at +0.
 #pragma unroll
           for (int c = 0; c < kReduceChunks; ++c) {
             const uint32_t words[4] = {values[i][c].x, values[i][c].y, values[i][c].z, values[i][c].w};
