@@ -21,6 +21,11 @@ struct PassShape {
   int64_t capacity_blocks = 0;
 };
 
+// Experts [first, end).
+struct ExpertRange {
+  int64_t first, end;
+};
+
 struct Plan {
   PassShape shape;
   const int64_t* expert_row_offsets = nullptr;    // [E_local + 1], padded rows
@@ -104,6 +109,26 @@ struct Plan {
       }
     }
     return lo;
+  }
+
+  MOK_HOST_DEVICE int64_t minibatches(int64_t macro) const { return ceil_div(macro_blocks(macro), shape.minibatch_blocks); }
+
+  // Of the experts of a macrobatch, those whose rows in it end within its first `count` minibatches. What goes on in the next macrobatch, or has
+  // no rows behind the last, ends with the last.
+  MOK_HOST_DEVICE int64_t experts_ended(int64_t macro, const ExpertRange& experts, int64_t count) const {
+    if (count <= 0) return 0;
+    if (count >= minibatches(macro)) return experts.end - experts.first;
+    const int64_t bound = macro_first_block(macro) + count * shape.minibatch_blocks;
+    int64_t lo = experts.first, hi = experts.end;
+    while (lo < hi) {
+      const int64_t mid = (lo + hi) / 2;
+      if (expert_first_block(mid + 1) > bound) {
+        hi = mid;
+      } else {
+        lo = mid + 1;
+      }
+    }
+    return lo - experts.first;
   }
 
   // Compute tickets of one macrobatch of the backward.

@@ -2,8 +2,9 @@
 //
 // Order within a macrobatch: minibatch i is fetched, then its first GEMM, then the second GEMM of minibatch i - kLag. No second GEMM waits for
 // the last wave of a first GEMM, and what second GEMMs push to peers is spread between first GEMMs, which push nothing. At the end of a
-// macrobatch its last second GEMMs come before anything of the next one: a ring that holds few minibatches would otherwise wait for itself. A
-// task waits only for tasks of lower order, or for a peer.
+// macrobatch its last second GEMMs come before anything of the next one: a ring that holds few minibatches would otherwise wait for itself.
+// Between the backward's GEMMs of a minibatch's place stand the weight gradients of the experts that ended kWgradLag minibatches before: the
+// ones read and write memory while the others multiply. A task waits only for tasks of lower order, or for a peer.
 #pragma once
 
 #include <cstdint>
@@ -56,23 +57,45 @@ MOK_HOST_DEVICE int64_t rotate_block(const PassShape& shape, int64_t block, int6
   return (block + shape.rank * blocks / shape.ep_size) % blocks;
 }
 
+// Two sequences of tickets as one: runs of kWgradRun tickets of the second stand evenly between runs of the first. What does not fill a run
+// comes last.
+struct MergedPosition {
+  bool second;
+  int64_t index;
+};
+
+MOK_HOST_DEVICE MergedPosition merged_position(int64_t ticket, int64_t first, int64_t second) {
+  const int64_t first_runs = first / kWgradRun, second_runs = second / kWgradRun, runs = first_runs + second_runs;
+  const int64_t run = ticket / kWgradRun;
+  if (run < runs) {
+    const int64_t before = run * second_runs / runs;
+    const bool is_second = (run + 1) * second_runs / runs > before;
+    return {is_second, (is_second ? before : run - before) * kWgradRun + ticket % kWgradRun};
+  }
+  const int64_t rest = ticket - runs * kWgradRun, first_rest = first % kWgradRun;
+  return rest < first_rest ? MergedPosition{false, first_runs * kWgradRun + rest}
+                           : MergedPosition{true, second_runs * kWgradRun + rest - first_rest};
+}
+
 constexpr int kOrderShift = 40;
 
-// Segments of a minibatch in the total order.
+// Segments of a minibatch in the total order. The backward's products of a minibatch's place are one segment, kFront, in the order of their
+// tickets.
 enum Segment : int64_t { kFetchX = 0, kFetchDy = 1, kFront = 2, kBack = 3, kSegments = 4 };
 
+static_assert(kWgradLag >= 1, "the products that a weight gradient waits for stand in an earlier place");
+
+// Places of a macrobatch behind that of its last minibatch.
+constexpr int64_t kLastLag = kLag > kWgradLag ? kLag : kWgradLag;
+
 MOK_HOST_DEVICE int64_t macro_segments(const PassShape& shape) {
-  return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + kLag + 1);
+  return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + kLastLag + 1);
 }
 
 // `back` of minibatch i stands after `front` of minibatch i + kLag.
 MOK_HOST_DEVICE int64_t segment_order(const PassShape& shape, int64_t walk, int64_t minibatch, int64_t segment, int64_t index) {
   const int64_t position = minibatch + (segment == kBack ? kLag : 0);
   return ((walk * macro_segments(shape) + position * kSegments + segment) << kOrderShift) + index;
-}
-
-MOK_HOST_DEVICE int64_t wgrad_order(const PassShape& shape, int64_t walk, int64_t index) {
-  return ((walk * macro_segments(shape) + macro_segments(shape) - 1) << kOrderShift) + index;
 }
 
 MOK_HOST_DEVICE int64_t closing_order(const Plan& plan, int64_t segment, int64_t index) {
@@ -185,14 +208,13 @@ MOK_HOST_DEVICE void fill_gemm2(const Plan& plan, Task& task, int64_t walk, int6
   set_bump(task, 1, plan.transfers_done());
 }
 
-MOK_HOST_DEVICE void fill_dgrad2(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index, int64_t order_index) {
+MOK_HOST_DEVICE void fill_dgrad2(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index) {
   const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
   const TilePosition at = tile_position(index, blocks, plan.dgrad2_tiles);
   const int64_t block = block_of(plan, macro, minibatch, at.block, blocks);
   set_block(plan, task, macro, minibatch, block);
   task.kind = TaskKind::kDgrad2;
   task.tile_n = at.tile;
-  task.order = segment_order(plan.shape, macro, minibatch, kFront, order_index);
   set_wait(task, 0, plan.dispatched_dy(block), 1, kDispatchTasksPerBlock);
   if (macro > 0) {
     set_wait(task, 1, plan.gemm1_done(block), 1, plan.gemm1_tiles);
@@ -213,7 +235,6 @@ MOK_HOST_DEVICE void fill_dgrad1(const Plan& plan, Task& task, int64_t macro, in
   set_block(plan, task, macro, minibatch, block);
   task.kind = TaskKind::kDgrad1;
   task.tile_n = at.tile;
-  task.order = segment_order(plan.shape, macro, minibatch, kBack, index);
   set_wait(task, 0, plan.dgrad2_done(block), 1, plan.dgrad2_tiles);
   add_access(task, RingBuffer::kDGateUp, kRead | kRelease, task.ring_block, 1);
   set_bump(task, 0, plan.dgrad1_done(block));
@@ -232,7 +253,6 @@ MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int
   // Neighbours in time share the wider operand.
   task.tile_m = local_tile % tiles_m;
   task.tile_n = local_tile / tiles_m;
-  task.order = wgrad_order(plan.shape, macro, index);
   set_bump(task, 0, plan.expert_wgrad_done(expert));
   const int64_t macro_begin = plan.macro_first_block(macro), macro_end = macro_begin + plan.macro_blocks(macro);
   const int64_t expert_begin = plan.expert_first_block(expert), expert_end = plan.expert_first_block(expert + 1);
@@ -304,6 +324,36 @@ MOK_HOST_DEVICE Task forward_compute_task(const Plan& plan, int64_t ticket) {
   return task;
 }
 
+// Place i of a macrobatch of the backward: the first GEMMs of minibatch i, the second ones of minibatch i - kLag, and between them the weight
+// gradients of the experts that end in minibatch i - kWgradLag: they wait for memory while the others multiply. Tickets of each kind before a
+// place.
+struct BackwardPlace {
+  int64_t front, back, wgrad;
+  MOK_HOST_DEVICE int64_t total() const { return front + back + wgrad; }
+};
+
+MOK_HOST_DEVICE BackwardPlace tickets_before(const Plan& plan, int64_t macro, const ExpertRange& experts, int64_t place) {
+  const int64_t blocks = plan.macro_blocks(macro), behind = place > kLag ? place - kLag : 0;
+  const int64_t front = (macro == 0 ? 0 : plan.gemm1_tiles) + plan.dgrad2_tiles;
+  return {min_of(place * plan.shape.minibatch_blocks, blocks) * front, min_of(behind * plan.shape.minibatch_blocks, blocks) * plan.dgrad1_tiles,
+          plan.experts_ended(macro, experts, place - kWgradLag) * plan.wgrad_tiles()};
+}
+
+// The last place that begins at or before a ticket of the macrobatch.
+MOK_HOST_DEVICE int64_t backward_place(const Plan& plan, int64_t macro, const ExpertRange& experts, int64_t ticket) {
+  const int64_t minibatches = plan.minibatches(macro);
+  int64_t lo = 0, hi = (minibatches == 0 ? 1 : minibatches) + kLastLag;
+  while (hi - lo > 1) {
+    const int64_t mid = (lo + hi) / 2;
+    if (tickets_before(plan, macro, experts, mid).total() <= ticket) {
+      lo = mid;
+    } else {
+      hi = mid;
+    }
+  }
+  return lo;
+}
+
 MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
   Task task;
   const int64_t tile_tasks = plan.macro_compute_offset[plan.num_macrobatches];
@@ -322,24 +372,25 @@ MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
   }
   const int64_t macro = lo;
   ticket -= plan.macro_compute_offset[macro];
-  const int64_t replay = macro == 0 ? 0 : plan.gemm1_tiles;
-  const int64_t front = replay + plan.dgrad2_tiles;
-  const int64_t blocks = plan.macro_blocks(macro);
-  const int64_t dgrad_tasks = blocks * (front + plan.dgrad1_tiles);
-  if (ticket >= dgrad_tasks) {
-    fill_wgrad(plan, task, macro, ticket - dgrad_tasks);
-    return task;
-  }
-  const SkewPosition at = skew_position(ticket, blocks, plan.shape.minibatch_blocks, front, plan.dgrad1_tiles);
-  if (at.back) {
-    fill_dgrad1(plan, task, macro, at.minibatch, at.index);
-    return task;
-  }
-  const int64_t replay_tasks = minibatch_size_of(plan, macro, at.minibatch) * replay;
-  if (at.index < replay_tasks) {
-    fill_gemm1(plan, task, macro, macro, at.minibatch, at.index);
+  const ExpertRange experts = {plan.macro_first_expert(macro), plan.macro_end_expert(macro)};
+  const int64_t place = backward_place(plan, macro, experts, ticket);
+  const BackwardPlace before = tickets_before(plan, macro, experts, place), after = tickets_before(plan, macro, experts, place + 1);
+  ticket -= before.total();
+  task.order = segment_order(plan.shape, macro, place, kFront, ticket);
+  const int64_t order = task.order, fronts = after.front - before.front;
+  const MergedPosition at = merged_position(ticket, fronts + after.back - before.back, after.wgrad - before.wgrad);
+  if (at.second) {
+    fill_wgrad(plan, task, macro, before.wgrad + at.index);
+  } else if (at.index >= fronts) {
+    fill_dgrad1(plan, task, macro, place - kLag, at.index - fronts);
   } else {
-    fill_dgrad2(plan, task, macro, at.minibatch, at.index - replay_tasks, at.index);
+    const int64_t replays = macro == 0 ? 0 : minibatch_size_of(plan, macro, place) * plan.gemm1_tiles;
+    if (at.index < replays) {
+      fill_gemm1(plan, task, macro, macro, place, at.index);
+      task.order = order;
+    } else {
+      fill_dgrad2(plan, task, macro, place, at.index - replays);
+    }
   }
   return task;
 }

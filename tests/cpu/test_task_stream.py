@@ -98,3 +98,22 @@ def test_every_tile_comes_once(kind: Pass, seed: int) -> None:
     grads = [task for task in compute if task.kind in (TaskKind.WGRAD2, TaskKind.WGRAD13, TaskKind.ZERO)]
     assert Counter((task.kind, task.expert, task.num_blocks) for task in grads) == wanted
     assert len({(t.kind, t.macrobatch, t.expert, t.tile_m, t.tile_n, t.first_block) for t in grads}) == len(grads)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weight_gradients_stand_between_the_other_products(seed: int) -> None:
+    """They wait for memory while the others multiply: with many minibatches most come before the last of the others, in short runs."""
+    rng = random.Random(seed)
+    blocks = [rng.randint(3, 7) for _ in range(32)]
+    shape = PassShape(Pass.BACKWARD, 0, 1, 100, 512, 512, len(blocks), 8, 8 * 40, sum(blocks))
+    compute, _, _ = streams(shape, blocks)
+    grads = [task.kind in (TaskKind.WGRAD2, TaskKind.WGRAD13) for task in compute if task.kind is not TaskKind.REDUCE]
+    others = [at for at, grad in enumerate(grads) if not grad]
+    assert sum(grads[: others[-1]]) >= 0.7 * sum(grads)
+    begin = grads.index(True)
+    longest, run = 0, 0
+    for grad in grads[begin : others[-1]]:
+        run = run + 1 if grad else 0
+        longest = max(longest, run)
+    # Of equal weight per minibatch's place, and a place's last tickets may be of one kind.
+    assert longest <= 64, longest
