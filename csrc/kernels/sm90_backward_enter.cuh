@@ -58,10 +58,19 @@ __global__ void __launch_bounds__(kEnterThreads) backward_enter_kernel(const __g
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t rank = params.shape.rank, experts = params.shape.num_local_experts;
   for (int64_t e = threadIdx.x; e <= experts; e += blockDim.x) offsets[e] = params.expert_row_offsets[e];
-  copy_chunks(params.x, reinterpret_cast<uint4*>(params.peers.x[rank]), params.x_chunks, thread, threads);
-  if (params.dy != nullptr) copy_chunks(params.dy, reinterpret_cast<uint4*>(params.peers.dy[rank]), params.x_chunks, thread, threads);
-  float* weights = reinterpret_cast<float*>(params.peers.router_weights[rank]);
-  for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
+  __syncthreads();
+  Plan plan = make_plan(params.shape, offsets);
+  if (params.shape.pass == Pass::kBackward) {
+    if (threadIdx.x < 32) write_macro_table(plan, params.macro_table, threadIdx.x);
+    __syncthreads();
+    set_macro_table(plan, params.macro_table);
+  }
+  // A few warps of a block have tickets; meanwhile the others copy.
+  decode_tickets(0, plan.compute_tasks, [&](int64_t ticket) {
+    params.compute_records[ticket] = make_backward_record(plan, params.expert_rows, compute_task(plan, ticket));
+  });
+  decode_tickets(plan.compute_tasks, plan.comm_tasks,
+                 [&](int64_t ticket) { params.comm_records[ticket] = make_backward_record(plan, params.expert_rows, comm_task(plan, ticket)); });
   for (int64_t i = thread; i < 4 * experts; i += threads) {
     const int64_t matrix = i / experts, expert = i % experts;
     // Gradients of which L2 keeps the sum; others are reached by plain stores.
@@ -74,18 +83,10 @@ __global__ void __launch_bounds__(kEnterThreads) backward_enter_kernel(const __g
       ptx::tensor_map_release();
     }
   }
-  __syncthreads();
-  Plan plan = make_plan(params.shape, offsets);
-  if (params.shape.pass == Pass::kBackward) {
-    if (threadIdx.x < 32) write_macro_table(plan, params.macro_table, threadIdx.x);
-    __syncthreads();
-    set_macro_table(plan, params.macro_table);
-  }
-  decode_tickets(0, plan.compute_tasks, [&](int64_t ticket) {
-    params.compute_records[ticket] = make_backward_record(plan, params.expert_rows, compute_task(plan, ticket));
-  });
-  decode_tickets(plan.compute_tasks, plan.comm_tasks,
-                 [&](int64_t ticket) { params.comm_records[ticket] = make_backward_record(plan, params.expert_rows, comm_task(plan, ticket)); });
+  copy_chunks(params.x, reinterpret_cast<uint4*>(params.peers.x[rank]), params.x_chunks, thread, threads);
+  if (params.dy != nullptr) copy_chunks(params.dy, reinterpret_cast<uint4*>(params.peers.dy[rank]), params.x_chunks, thread, threads);
+  float* weights = reinterpret_cast<float*>(params.peers.router_weights[rank]);
+  for (int64_t i = thread; i < params.num_weights; i += threads) weights[i] = params.router_weights[i];
   if (thread == 0) *params.totals = {plan.compute_tasks, plan.comm_tasks, plan.num_blocks, plan.macro_blocks(0) * kBlockRows};
   announce_entered(params, rank, params.shape.ep_size);
 }
