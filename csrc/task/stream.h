@@ -272,8 +272,8 @@ MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int
   if (task.continues) {
     set_wait(task, 1, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
   } else if (task.continued) {
-    // The scratch tile is written; whoever came through it last, into this macrobatch or an earlier one, must have read it. An expert that itself
-    // came in through it is the macrobatch's first: no task has both of these waits.
+    // The scratch tile is written; whoever came through it last, into this macrobatch or an earlier one, must have read it. An expert that
+    // itself came in through it is the macrobatch's first: no task has both of these waits.
     for (int64_t entered = macro; entered > 0; --entered) {
       const int64_t carried = plan.macro_first_expert(entered);
       if (plan.expert_first_block(carried) >= plan.macro_first_block(entered)) continue;

@@ -83,7 +83,7 @@ def test_what_two_tasks_touch_is_ordered_by_counters(kind: Pass, seed: int) -> N
 
 @pytest.mark.parametrize("between", [0, 1, 3])
 def test_the_scratch_tile_is_read_before_another_expert_writes_it(between: int) -> None:
-    """The first expert's sum goes on in the second macrobatch; the next one that goes on comes `between` macrobatches later, with other slots."""
+    """The first expert goes on in the second macrobatch; the next one that goes on comes `between` macrobatches later, in other slots."""
     blocks = [5, 3, *[4] * between, 2, 4]
     shape = PassShape(Pass.BACKWARD, 0, 1, 100, 256, 256, len(blocks), 1, 4, sum(blocks))
     check(Pass.BACKWARD, shape, blocks)
