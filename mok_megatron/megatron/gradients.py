@@ -62,7 +62,8 @@ class _Kind:
         self.overwrites: list[bool] = []
         # What autograd gets: fresh gradients now, dummies in the end.
         self._gradients: list[Tensor | None] = [None] * len(parameters)
-        self._added: list[tuple[int, Any]] = []
+        self._parameters = parameters
+        self._added: list[int] = []
         for index, parameter in enumerate(parameters):
             target, overwrite = None, False
             if parameter.requires_grad:
@@ -72,16 +73,17 @@ class _Kind:
                     overwrite = True
                 else:
                     overwrite = bool(getattr(parameter, "overwrite_main_grad", False))
-                    self._added.append((index, parameter))
+                    self._added.append(index)
             self.targets.append(target)
             self.overwrites.append(overwrite)
         if self._added:
-            _note_accumulation_dtype(self._added[0][1].main_grad)
+            _note_accumulation_dtype(self.targets[self._added[0]])
 
     def finish(self) -> list[Tensor | None]:
         """As of :class:`ExpertGradients`."""
         dummy, zero = None, False
-        for index, parameter in self._added:
+        for index in self._added:
+            parameter = self._parameters[index]
             # A wrapper that does not know the flag would add whatever it is given.
             if not hasattr(parameter, "grad_added_to_main_grad"):
                 continue
