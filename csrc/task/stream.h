@@ -244,12 +244,16 @@ MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int
   task.continues = expert_begin < macro_begin;
   task.continued = expert_end > macro_end;
   add_wait(task, plan.dgrad2_done(begin), end - begin, plan.dgrad2_tiles);
-  if (task.continues) add_wait(task, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
-  if (task.continued) {
-    // The scratch tile is written; if another expert came into this macrobatch through it, that one must have read it.
-    const int64_t carried = plan.macro_first_expert(macro);
-    if (carried != expert && plan.expert_first_block(carried) < macro_begin) {
-      add_wait(task, plan.expert_wgrad_done(carried), 1, wgrad_target(plan, carried, macro));
+  if (task.continues) {
+    add_wait(task, plan.expert_wgrad_done(expert), 1, wgrad_target(plan, expert, macro - 1));
+  } else if (task.continued) {
+    // The scratch tile is written; whoever came through it last, into this macrobatch or an earlier one, must have read it. An expert that
+    // itself came in through it is the macrobatch's first: no task needs both of these waits.
+    for (int64_t entered = macro; entered > 0; --entered) {
+      const int64_t carried = plan.macro_first_expert(entered);
+      if (plan.expert_first_block(carried) >= plan.macro_first_block(entered)) continue;
+      add_wait(task, plan.expert_wgrad_done(carried), 1, wgrad_target(plan, carried, entered));
+      break;
     }
   }
   const int64_t slot = plan.ring_block(begin);
