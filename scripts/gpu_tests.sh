@@ -24,6 +24,10 @@ all) tests=(tests/gpu) ;;
     ;;
 esac
 
+if ! "$python" -c 'import pytest' 2>/dev/null; then
+    echo "gpu_tests.sh: $python has no pytest; install the package with its extra: pip install -e '.[test]' (./scripts/test.sh makes .venv with it), or name another interpreter with MOK_PYTHON" >&2
+    exit 2
+fi
 if ! nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null; then
     echo "no NVIDIA GPU here: the tests are skipped"
     exec "$python" -m pytest -rs "${tests[@]}" "$@"
