@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from mok_megatron import functional
@@ -134,13 +135,20 @@ def routed_experts(
 
     Raises:
         MoKError: see :func:`mok_megatron.functional.forward`; the same on every rank.
+        NotImplementedError, RuntimeError: torch's own, for a tangent of forward-mode AD and under a transform of torch.func.
     """
     parameters = weights.parameters
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, router_weights, *parameters)):
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, router_weights, *parameters))
+    if not recorded and not _is_transformed():
         # A node that takes every parameter costs the host more than all else that is done here for an expert.
         y, _ = functional.forward(config, workspace, schedule, x, router_weights, *weights.weights(), save_context=False, tag=tag)
         return y
     return _RoutedExperts.apply(_Call(config, workspace, weights, tag), schedule, x, router_weights, *parameters)
+
+
+def _is_transformed() -> bool:
+    """Whether tensors may carry tangents or batches (forward-mode AD, torch.func), which the kernels would drop: the node refuses those."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 class _RoutedExperts(torch.autograd.Function):
