@@ -58,11 +58,13 @@ failed=0
 for job in $(jobs -p); do wait "$job" || failed=1; done
 for check in "${checks[@]}"; do
     echo "compute-sanitizer, tool and ranks: $check"
-    if grep -q "finite, and the same bits twice" "$logs/$check" && ! grep -qE "SUMMARY: [1-9]" "$logs/$check"; then
-        grep SUMMARY "$logs/$check"
+    log=$logs/$check
+    if grep -q "finite, and the same bits twice" "$log" && grep -q "SUMMARY: 0" "$log" && ! grep -qE "SUMMARY: [1-9]" "$log"; then
+        grep SUMMARY "$log"
     else
         failed=1
-        grep -vE "^=+ +(Saved host backtrace|Host Frame|in )" "$logs/$check" | head -n 60
+        # No pipe into head: it would end grep, hence this script before the other checks are shown.
+        awk '!/^=+ +(Saved host backtrace|Host Frame|in )/ && shown++ < 60' "$log"
     fi
 done
 exit "$failed"
