@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from mok_megatron import functional
@@ -106,7 +107,6 @@ class _Call:
     workspace: functional.MoKWorkspace
     binding: WeightBinding
     tag: functional.PassTag | None
-    save: bool
 
 
 def routed_experts(
@@ -135,24 +135,31 @@ def routed_experts(
 
     Raises:
         MoKError: see :func:`mok_megatron.functional.forward`; the same on every rank.
+        NotImplementedError, RuntimeError: torch's own, for a tangent of forward-mode AD and under a transform of torch.func.
     """
     parameters = weights.parameters
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, router_weights, *parameters))
-    call = _Call(config, workspace, weights, tag, save)
-    return _RoutedExperts.apply(call, schedule, x, router_weights, *parameters)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, router_weights, *parameters))
+    if not recorded and not _is_transformed():
+        # A node that takes every parameter costs the host more than all else that is done here for an expert.
+        y, _ = functional.forward(config, workspace, schedule, x, router_weights, *weights.weights(), save_context=False, tag=tag)
+        return y
+    return _RoutedExperts.apply(_Call(config, workspace, weights, tag), schedule, x, router_weights, *parameters)
+
+
+def _is_transformed() -> bool:
+    """Whether tensors may carry tangents or batches (forward-mode AD, torch.func), which the kernels would drop: the node refuses those."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, schedule: functional.MoKSchedule, x: Tensor, router_weights: Tensor, *parameters: Tensor) -> Tensor:
         w13, w2 = call.binding.weights()
-        y, context = functional.forward(call.config, call.workspace, schedule, x, router_weights, w13, w2, save_context=call.save, tag=call.tag)
-        if call.save:
-            schedule_tensors, ctx.join_schedule = schedule.split()
-            context_tensors = context.tensors()
-            ctx.schedule_count = len(schedule_tensors)
-            ctx.save_for_backward(x, router_weights, *schedule_tensors, *context_tensors)
-            ctx.call = call
+        y, context = functional.forward(call.config, call.workspace, schedule, x, router_weights, w13, w2, tag=call.tag)
+        schedule_tensors, ctx.join_schedule = schedule.split()
+        ctx.schedule_count = len(schedule_tensors)
+        ctx.save_for_backward(x, router_weights, *schedule_tensors, *context.tensors())
+        ctx.call = call
         return y
 
     @staticmethod
@@ -178,5 +185,5 @@ class _RoutedExperts(torch.autograd.Function):
             overwrite_main_grads=gradients.overwrite,
             tag=call.tag,
         )
-        _, _, wants_dx, wants_dp, *_ = ctx.needs_input_grad
+        wants_dx, wants_dp = ctx.needs_input_grad[2:4]
         return (None, None, dx if wants_dx else None, d_router_weights if wants_dp else None, *gradients.finish())

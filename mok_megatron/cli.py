@@ -49,7 +49,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="what this machine has, what MoK supports on it, and a verdict on each flag of a Megatron command line",
         description="Prints what was found on this machine and what MoK supports on it. Never initialises CUDA. "
         "Exit code 0: MoK can be used; 1: something found, or a flag of the command line, stands against it.",
-        epilog="example: mok-megatron doctor -- pretrain_gpt.py --num-experts 8 --swiglu --disable-bias-linear",
+        epilog="example: mok-megatron doctor -- pretrain_gpt.py --num-experts 8 --swiglu --disable-bias-linear "
+        "--no-gradient-accumulation-fusion",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("megatron_command", nargs="*", metavar="-- SCRIPT FLAGS", help="a Megatron command line to judge, script first")

@@ -351,6 +351,8 @@ def to_text(answer: dict[str, Any]) -> str:
     if "flags" in answer:
         lines += ["", "the command line under --moe-backend=mok"]
         width = max((len(flag["verdict"]) for flag in answer["flags"]), default=0)
+        if not any(word.split("=")[0] == "--num-experts" for word in answer["command"]):
+            lines.append("  without --num-experts the model has no MoE layer, and MoK nothing to do")
         lines += [f"  {f['verdict']:<{width}} {f['flag']} {f['value']}: {f['reason']}" for f in answer["flags"]]
     lines += ["", "MoK can be used" if answer["healthy"] else "MoK cannot be used like this; see above"]
     return "\n".join(lines)

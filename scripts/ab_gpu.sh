@@ -6,7 +6,7 @@
 # Each run takes two GPUs; as many run at a time as there are pairs. Environment as pretrain_gpu.sh. RUN_SECONDS: the longest a run may take.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${MOK_PYTHON:-python3}
+source "$ROOT/scripts/environment.sh"
 [ $# -gt 0 ] || { echo "usage: ab_gpu.sh FOLDER [RUN ...] [-- flags]: the folder for logs and the picture" >&2; exit 2; }
 folder=$1
 shift
@@ -20,6 +20,8 @@ for run in "${runs[@]}"; do
     *) echo "ab_gpu.sh: no run is called $run" >&2; exit 2 ;;
     esac
 done
+megatron_run # sets python
+export MOK_PYTHON=$python
 if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     kept=()
     for run in "${runs[@]}"; do
@@ -28,7 +30,6 @@ if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     runs=("${kept[@]}")
 fi
 count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-[ "$count" -ge 2 ] || { echo "ab_gpu.sh: needs two GPUs" >&2; exit 2; }
 IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((count - 1)))}"
 pairs=$((count / 2))
 mkdir -p "$folder"

@@ -24,6 +24,10 @@ all) tests=(tests/gpu) ;;
     ;;
 esac
 
+if ! "$python" -c 'import pytest' 2>/dev/null; then
+    echo "gpu_tests.sh: $python has no pytest; install the package with its extra: pip install -e '.[test]' (./scripts/test.sh makes .venv with it), or name another interpreter with MOK_PYTHON" >&2
+    exit 2
+fi
 if ! nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null; then
     echo "no NVIDIA GPU here: the tests are skipped"
     exec "$python" -m pytest -rs "${tests[@]}" "$@"
@@ -54,11 +58,13 @@ failed=0
 for job in $(jobs -p); do wait "$job" || failed=1; done
 for check in "${checks[@]}"; do
     echo "compute-sanitizer, tool and ranks: $check"
-    if grep -q "finite, and the same bits twice" "$logs/$check" && ! grep -qE "SUMMARY: [1-9]" "$logs/$check"; then
-        grep SUMMARY "$logs/$check"
+    log=$logs/$check
+    if grep -q "finite, and the same bits twice" "$log" && grep -q "SUMMARY: 0" "$log" && ! grep -qE "SUMMARY: [1-9]" "$log"; then
+        grep SUMMARY "$log"
     else
         failed=1
-        grep -vE "^=+ +(Saved host backtrace|Host Frame|in )" "$logs/$check" | head -n 60
+        # No pipe into head: it would end grep, hence this script before the other checks are shown.
+        awk '!/^=+ +(Saved host backtrace|Host Frame|in )/ && shown++ < 60' "$log"
     fi
 done
 exit "$failed"

@@ -22,7 +22,7 @@ from mok_megatron import launch
 
 
 def main() -> None:
-    target, *rest = sys.argv[1:]
+    target, *rest = sys.argv[1:] or [""]
     move = bool(rest) and rest[0] == "--move-init"
     argv = rest[1:] if move else rest
     if not argv:

@@ -22,7 +22,11 @@ TEST = "tests.unit_tests.transformer.moe.test_moe_layer_discrepancy"
 
 
 def main() -> int:
-    checkout, *arguments = sys.argv[1:]
+    checkout, *arguments = sys.argv[1:] or [""]
+    if not (Path(checkout) / f"{TEST.replace('.', '/')}.py").is_file():
+        raise SystemExit(f"{checkout!r} is no checkout of Megatron-LM, it has no {TEST.replace('.', '/')}.py\n\n{__doc__}")
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        raise SystemExit(f"needs a GPU a process, {torch.cuda.device_count()} found")
     sys.path[0] = str(Path(checkout).resolve())
     from mok_megatron.megatron import apply_mok_to_megatron
     from mok_megatron.megatron.layer import MoKMoELayer

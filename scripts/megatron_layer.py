@@ -184,7 +184,14 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     options = arguments()
-    local = int(os.environ["LOCAL_RANK"])
+    for name in ("tokens", "rounds", "in_a_row"):
+        if getattr(options, name) < 1:
+            raise SystemExit(f"megatron_layer.py: --{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("megatron_layer.py: must be started by torchrun: torchrun --nproc-per-node 2 scripts/megatron_layer.py")
+    local, processes = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.device_count() < processes:
+        raise SystemExit(f"megatron_layer.py: needs a GPU a process, {processes} in all, {torch.cuda.device_count()} found")
     torch.cuda.set_device(local)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local))
     from megatron.core import parallel_state, tensor_parallel

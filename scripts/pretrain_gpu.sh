@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Megatron-LM's own pretrain_gpt.py with MoK on two GPUs, a small model and mock data: ./scripts/pretrain_gpu.sh [more flags]
 # MEGATRON_LM: folder of Megatron-LM's pretrain_gpt.py (tag core_v0.19.0). MOK_PYTHON: an interpreter with torch, Megatron-Core, Transformer
-# Engine and this package; default: python3. MOK_LOSSES=FILE also writes every step's loss with all its bits (MOK_MOVE_INIT=1: from an
+# Engine and this package; default: .venv's, else python3. MOK_LOSSES=FILE also writes every step's loss with all its bits (MOK_MOVE_INIT=1: from an
 # initial embedding moved by one unit in the last place). Without MoK's flag the command is what it would be without this package.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-: "${MEGATRON_LM:?must name the folder of pretrain_gpt.py}"
+source "$ROOT/scripts/environment.sh"
+megatron_run # sets python
 start=(-m mok_megatron.launch)
 [ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+--move-init})
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-exec "${MOK_PYTHON:-python3}" -m torch.distributed.run --nproc-per-node 2 --master-port "${MASTER_PORT:-29500}" "${start[@]}" \
+exec "$python" -m torch.distributed.run --nproc-per-node 2 --master-port "${MASTER_PORT:-29500}" "${start[@]}" \
     "$MEGATRON_LM/pretrain_gpt.py" \
     --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 4 \
     --ffn-hidden-size 6144 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 \

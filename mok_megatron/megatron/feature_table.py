@@ -231,7 +231,7 @@ FEATURES: tuple[Feature, ...] = (
         f"a token has at most {MAX_TOPK} routes",
         when=lambda v, s: bool(v and s.num_experts and v > MAX_TOPK),
     ),
-    _supported("--expert-model-parallel-size", "1 to 8 ranks", when=lambda v, s: bool(v and v > 1)),
+    _supported("--expert-model-parallel-size", f"1 to {MAX_EP_SIZE} ranks", when=lambda v, s: bool(v and 1 < v <= MAX_EP_SIZE)),
     _refused_by_rule(
         "--expert-tensor-parallel-size",
         "an expert's matrices must be whole on one rank; with --tensor-model-parallel-size above 1 give --expert-tensor-parallel-size 1",

@@ -37,62 +37,77 @@ class ExpertGradients:
     """
 
     def __init__(self, w13: Sequence[Tensor], w2: Sequence[Tensor], view: tuple[View, View], stacked: bool) -> None:
-        opened = [[_open(p) for p in parameters] for parameters in (w13, w2)]
-        targets = [[None if t is None else v(t) for t, _, _ in kind] for kind, v in zip(opened, view, strict=True)]
-        overwrites = [[overwrite for _, overwrite, _ in kind] for kind in opened]
-        self.main_grads: tuple[Any, Any]
-        self.overwrite: tuple[Any, Any]
+        self._kinds = (_Kind(w13), _Kind(w2))
+        targets: list[Any] = [kind.targets for kind in self._kinds]
+        overwrites: list[Any] = [kind.overwrites for kind in self._kinds]
         if stacked:
-            self.main_grads = (targets[0][0], targets[1][0])
-            self.overwrite = (overwrites[0][0], overwrites[1][0])
-        else:
-            self.main_grads = (targets[0], targets[1])
-            self.overwrite = (overwrites[0], overwrites[1])
-        self._finish = [finish for kind in opened for _, _, finish in kind]
+            targets = [None if t is None else v(t) for (t,), v in zip(targets, view, strict=True)]
+            overwrites = [overwrite for (overwrite,) in overwrites]
+        self.main_grads: tuple[Any, Any] = (targets[0], targets[1])
+        self.overwrite: tuple[Any, Any] = (overwrites[0], overwrites[1])
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Marks what was added to ``main_grad``; one gradient a parameter, in the order w13, w2."""
-        return tuple(finish() for finish in self._finish)
+        return *self._kinds[0].finish(), *self._kinds[1].finish()
 
 
-def _open(parameter: Tensor) -> tuple[Tensor | None, bool, Callable[[], Tensor | None]]:
-    """(tensor to write, overwrite it, what gives autograd's gradient afterwards) for one parameter."""
-    if not parameter.requires_grad:
-        return None, False, lambda: None
-    main_grad = fsdp.main_grad_of(parameter)
-    if main_grad is None:
-        fresh = torch.empty_like(parameter)
-        return fresh, True, lambda: fresh
-    _note_accumulation_dtype(main_grad)
-    overwrite = bool(getattr(parameter, "overwrite_main_grad", False))
-    return main_grad, overwrite, lambda: _announce(parameter)
+class _Kind:
+    """The parameters of fc1 or of fc2. The loops cost the host their time at each backward, for every expert.
+
+    Attributes: targets (tensors to write, None where none is wanted); overwrites (whether to write over them).
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self.targets: list[Tensor | None] = []
+        self.overwrites: list[bool] = []
+        # What autograd gets: fresh gradients now, dummies in the end.
+        self._gradients: list[Tensor | None] = [None] * len(parameters)
+        self._parameters = parameters
+        self._added: list[int] = []
+        for index, parameter in enumerate(parameters):
+            target, overwrite = None, False
+            if parameter.requires_grad:
+                target = fsdp.main_grad_of(parameter)
+                if target is None:
+                    target = self._gradients[index] = torch.empty_like(parameter)
+                    overwrite = True
+                else:
+                    overwrite = bool(getattr(parameter, "overwrite_main_grad", False))
+                    self._added.append(index)
+            self.targets.append(target)
+            self.overwrites.append(overwrite)
+        if self._added:
+            _note_accumulation_dtype(self.targets[self._added[0]])
+
+    def finish(self) -> list[Tensor | None]:
+        """As of :class:`ExpertGradients`."""
+        dummy, zero = None, False
+        for index in self._added:
+            parameter = self._parameters[index]
+            # A wrapper that does not know the flag would add whatever it is given.
+            if not hasattr(parameter, "grad_added_to_main_grad"):
+                continue
+            parameter.grad_added_to_main_grad = True
+            zero = zero or getattr(parameter, "zero_out_wgrad", False)
+            if dummy is None:  # one for all: they are of one form, or the backward had refused them
+                dummy = _dummy_like(parameter)
+            # A tensor of its own each time: AccumulateGrad takes over one that nobody else holds, and copies, weight-sized, one that somebody
+            # does. `data`, not detach(): half the time, and nothing watches the values.
+            self._gradients[index] = dummy.data
+        if zero:
+            dummy.zero_()
+        return self._gradients
 
 
-def _announce(parameter: Any) -> Tensor | None:
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        # A wrapper that does not know the flag would add whatever it is given.
-        return None
-    parameter.grad_added_to_main_grad = True
-    return dummy_gradient(parameter, zero=bool(getattr(parameter, "zero_out_wgrad", False)))
+def _dummy_like(parameter: Tensor) -> Tensor:
+    """The memory of the gradients that autograd passes around for parameters of this form; nobody reads it.
 
-
-def dummy_gradient(parameter: Tensor, *, zero: bool) -> Tensor:
-    """A gradient of the parameter's shape and dtype for autograd to pass around; all dummies of a kind share one memory.
-
-    Detached anew each time: AccumulateGrad takes over a tensor that nobody else holds, and copies, weight-sized, one that
-    somebody does.
-
-    Args:
-        parameter: whose gradient it stands for.
-        zero: the wrapper adds it to ``main_grad`` after all (``zero_out_wgrad``), so it must be zeros.
+    Except with ``zero_out_wgrad``, where the wrapper adds it to ``main_grad`` after all: it must be zeros then.
     """
     key = (parameter.shape, parameter.dtype, parameter.device)
     if key not in _dummies:
         _dummies[key] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    dummy = _dummies[key]
-    if zero:
-        dummy.zero_()
-    return dummy.detach()
+    return _dummies[key]
 
 
 def _note_accumulation_dtype(main_grad: Tensor) -> None:

@@ -262,6 +262,31 @@ def test_a_wrapper_that_does_not_know_the_flag_is_given_no_dummy() -> None:
     assert all(bool(p.main_grad.any()) for n, p in layer.experts.named_parameters() if "linear_fc2" in n)
 
 
+def test_experts_of_one_layer_that_differ() -> None:
+    """Expert 0 frozen, 1 without main_grad, 2 with a dummy that is added after all, 3 under a wrapper that does not know the flag."""
+    start_megatron(1)
+    x, dy = tokens((16, 1, 64), 1), tokens((16, 1, 64), 2)
+    expected = helpers.run_layer(build_layer("mok", make_config()), x, dy)
+    layer = build_layer("mok", make_config())
+    frozen, plain, zeroed, unknown = (list(expert.parameters()) for expert in layer.experts.local_experts)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for parameter in [*zeroed, *unknown]:
+        parameter.main_grad = torch.full_like(parameter, 7.0)
+    for parameter in zeroed:
+        parameter.grad_added_to_main_grad = False
+        parameter.zero_out_wgrad = parameter.overwrite_main_grad = True
+        gradients._dummies[parameter.shape, parameter.dtype, parameter.device] = torch.full_like(parameter, 12345.0)
+    layer(x.clone().requires_grad_(True))[0].backward(dy)
+    assert all(p.grad is None for p in [*frozen, *unknown])
+    assert all(p.grad_added_to_main_grad and not p.grad.any() for p in zeroed)
+    for fc in (1, 2):
+        _, one, two, three = (expected[f"experts.local_experts.{expert}.linear_fc{fc}.weight"] for expert in range(4))
+        assert torch.equal(plain[fc - 1].grad, one)
+        assert torch.equal(zeroed[fc - 1].main_grad, two)
+        assert torch.equal(unknown[fc - 1].main_grad, three + 7.0)
+
+
 def test_gradient_accumulation_fusion_changes_nothing() -> None:
     start_megatron(1)
     runs = [(tokens((16, 1, 64), 1), tokens((16, 1, 64), 2))]

@@ -1,0 +1,64 @@
+"""Scripts for GPUs say in a line what they lack, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in ("MEGATRON_LM", "MOK_PYTHON", "LOCAL_RANK", "WORLD_SIZE")}
+    environ |= {"PYTHONPATH": str(SCRIPTS.parent), "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def interpreter(folder: Path, body: str) -> str:
+    """A stand-in for Python that prints what `body`, a shell case on its last argument, says."""
+    fake = folder / "python"
+    fake.write_text(f'#!/bin/sh\ncase "$2" in\n{body}\nesac\n')
+    fake.chmod(0o755)
+    return str(fake)
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpu.sh", "ab_gpu.sh"])
+def test_what_a_run_of_megatron_lacks(script: str, tmp_path: Path) -> None:
+    command = (str(SCRIPTS / script), *([str(tmp_path / "out")] if script == "ab_gpu.sh" else []))
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    here = {"MEGATRON_LM": str(tmp_path)}
+    one_gpu = interpreter(tmp_path, "*find_spec*) echo ;;\n*device_count*) echo 1 ;;")
+    for environment, said in (
+        ({}, "MEGATRON_LM is not set"),
+        ({"MEGATRON_LM": "/nowhere"}, "MEGATRON_LM is '/nowhere', where there is no pretrain_gpt.py"),
+        ({**here, "MOK_PYTHON": "/nowhere/python"}, "'/nowhere/python' does not run; MOK_PYTHON must be a Python interpreter"),
+        ({**here, "MOK_PYTHON": sys.executable}, f"{sys.executable} lacks: transformer_engine"),
+        ({**here, "MOK_PYTHON": one_gpu}, "needs two GPUs, 1 found"),
+    ):
+        done = run(*command, **environment)
+        assert done.returncode == 2, (environment, done)
+        assert done.stdout == "" and done.stderr.startswith(f"{script}: {said}") and len(done.stderr.splitlines()) == 1, (environment, done)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gpu_tests_need_pytest(tmp_path: Path) -> None:
+    done = run(str(SCRIPTS / "gpu_tests.sh"), MOK_PYTHON=interpreter(tmp_path, "*) exit 1 ;;"))
+    assert done.returncode == 2 and "has no pytest" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        (["megatron_layer.py"], {}, "must be started by torchrun"),
+        (["megatron_layer.py"], {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "needs a GPU a process, 2 in all, 0 found"),
+        (["megatron_discrepancy.py"], {}, "'' is no checkout of Megatron-LM"),
+        (["loss_log.py"], {}, "LOSSES.txt"),
+    ],
+)
+def test_python_scripts_say_what_they_lack(arguments: list[str], environment: dict[str, str], said: str) -> None:
+    done = run(sys.executable, str(SCRIPTS / arguments[0]), *arguments[1:], **environment)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done
