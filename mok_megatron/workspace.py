@@ -268,7 +268,7 @@ def get_workspace(
             raise MoKArgumentError(f"config={config!r}: must be a MoKConfig")
         device = _usable_device(device, dtype)
         if device.type == "cuda":
-            config.check_sms(torch.cuda.get_device_properties(device).multi_processor_count)
+            config.check_sms(num_sms(device))
         shape = WorkspaceShape(
             1 if group is None else dist.get_world_size(group),
             *map(_plain_int, (num_local_tokens, hidden_size, topk, num_local_experts, intermediate_size)),
@@ -298,6 +298,11 @@ def get_workspace(
     return workspace
 
 
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors that a workspace on this device is sized for: the GPU's, 1 on the CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def _make(
     shape: WorkspaceShape, group: Any, rank: int, device: torch.device, timeout_seconds: float, members: Sequence[Member]
 ) -> MoKWorkspace:
@@ -306,14 +311,12 @@ def _make(
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cuda":
             buffers = map_device_buffers(shape, group, rank, device, timeout_seconds)
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         else:
             buffers = map_host_buffers(shape, group, rank, timeout_seconds)
-            num_sms = 1
         workspace, fault = None, None
         try:
             workspace = MoKWorkspace(
-                shape, rank, buffers, device=device, group=group, num_sms=num_sms, timeout_seconds=timeout_seconds, members=members
+                shape, rank, buffers, device=device, group=group, num_sms=num_sms(device), timeout_seconds=timeout_seconds, members=members
             )
         except (RuntimeError, MemoryError) as error:
             fault = MoKArgumentError(f"num_local_tokens={shape.num_local_tokens}: the workspace cannot be made: {error}")

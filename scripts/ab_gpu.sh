@@ -7,7 +7,7 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/scripts/environment.sh"
-[ $# -gt 0 ] || { echo "usage: ab_gpu.sh FOLDER [RUN ...] [-- flags]: the folder for logs and the picture" >&2; exit 2; }
+[ $# -gt 0 ] || die "usage: ab_gpu.sh FOLDER [RUN ...] [-- flags]: the folder for logs and the picture"
 folder=$1
 shift
 runs=()
@@ -17,10 +17,10 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1"); shift; done
 for run in "${runs[@]}"; do
     case "$run" in
     mok | mok_again | mok_fast | alltoall | alltoall_again | allgather | hybridep | moved) ;;
-    *) echo "ab_gpu.sh: no run is called $run" >&2; exit 2 ;;
+    *) die "no run is called $run" ;;
     esac
 done
-megatron_run # sets python
+megatron_run # sets python and gpu_count
 export MOK_PYTHON=$python
 if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     kept=()
@@ -29,9 +29,8 @@ if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     done
     runs=("${kept[@]}")
 fi
-count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((count - 1)))}"
-pairs=$((count / 2))
+IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpu_count - 1)))}"
+pairs=$((gpu_count / 2))
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 rm -f "$folder"/*.losses # of earlier runs

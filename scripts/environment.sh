@@ -35,12 +35,16 @@ find_python() { # find_python VERSION...: prints MOK_PYTHON if that is set, else
     die "none of these Python versions found, neither on PATH nor in pyenv: $*; install one or name it with MOK_PYTHON"
 }
 
-megatron_run() { # what a run of Megatron-LM's own script needs, told before anything starts: sets python
+run_python() { # sets python: MOK_PYTHON, else that of the repository's .venv, else python3
+    python=${MOK_PYTHON:-python3}
+    [ -n "${MOK_PYTHON:-}" ] || [ ! -x "$ROOT/.venv/bin/python" ] || python=$ROOT/.venv/bin/python
+}
+
+megatron_run() { # what a run of Megatron-LM's own script needs, told before anything starts: sets python and gpu_count
     [ -n "${MEGATRON_LM:-}" ] || die "MEGATRON_LM is not set; it must name a checkout of Megatron-LM, tag core_v0.19.0"
     [ -f "$MEGATRON_LM/pretrain_gpt.py" ] ||
         die "MEGATRON_LM is '$MEGATRON_LM', where there is no pretrain_gpt.py; it must name a checkout of Megatron-LM, tag core_v0.19.0"
-    python=${MOK_PYTHON:-python3}
-    [ -n "${MOK_PYTHON:-}" ] || [ ! -x "$ROOT/.venv/bin/python" ] || python=$ROOT/.venv/bin/python
+    run_python
     local missing
     missing=$("$python" -c '
 from importlib.util import find_spec
@@ -48,9 +52,8 @@ wanted = ("torch", "megatron.core", "transformer_engine", "mok_megatron")
 print(*(name for name in wanted if not (find_spec(name.split(".")[0]) and find_spec(name))))
 ' 2>/dev/null) || die "'$python' does not run; MOK_PYTHON must be a Python interpreter"
     [ -z "$missing" ] || die "$python lacks: $missing; MOK_PYTHON must name an interpreter that has them"
-    local gpus
-    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-    [ "$gpus" -ge 2 ] || die "needs two GPUs, $gpus found"
+    gpu_count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    [ "$gpu_count" -ge 2 ] || die "needs two GPUs, $gpu_count found"
 }
 
 make_venv() { # make_venv EXTRA: sets VENV to an environment that has the repository, with that extra of pyproject.toml

@@ -5,9 +5,9 @@
 # MOK_PYTHON: the interpreter that has torch; default: .venv's, else python3.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$ROOT/scripts/environment.sh"
 cd "$ROOT"
-python=${MOK_PYTHON:-python3}
-[ -n "${MOK_PYTHON:-}" ] || [ ! -x "$ROOT/.venv/bin/python" ] || python=$ROOT/.venv/bin/python
+run_python
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 what=${1:-all}
@@ -18,16 +18,12 @@ forward) tests=(tests/gpu/test_schedule.py tests/gpu/test_forward.py tests/gpu/t
 backward) tests=(tests/gpu/test_backward.py tests/gpu/test_functional_backward.py tests/gpu/test_weight_grads.py "${both[@]}") ;;
 megatron) tests=(tests/gpu/test_megatron_*.py) ;;
 all) tests=(tests/gpu) ;;
-*)
-    echo "gpu_tests.sh: '$what' is not a group of tests; there are: forward, backward, megatron, all" >&2
-    exit 2
-    ;;
+*) die "'$what' is not a group of tests; there are: forward, backward, megatron, all" ;;
 esac
 
-if ! "$python" -c 'import pytest' 2>/dev/null; then
-    echo "gpu_tests.sh: $python has no pytest; install the package with its extra: pip install -e '.[test]' (./scripts/test.sh makes .venv with it), or name another interpreter with MOK_PYTHON" >&2
-    exit 2
-fi
+"$python" -c 'import pytest' 2>/dev/null ||
+    die "$python has no pytest; install the package with its extra: pip install -e '.[test]' (./scripts/test.sh makes .venv with it), or name" \
+        "another interpreter with MOK_PYTHON"
 if ! nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null; then
     echo "no NVIDIA GPU here: the tests are skipped"
     exec "$python" -m pytest -rs "${tests[@]}" "$@"

@@ -194,7 +194,7 @@ def _tail(record: dict[str, Any]) -> list[str]:
     if record["schedule_share"] is not None:
         lines.append(f"schedule {record['schedule_share']:.1%} of MoK's forward")
     for phase, spread in record["exposed_communication_us"].items():
-        lines.append(f"exposed communication, {phase}: " + "{median:.0f} us ({p10:.0f} to {p90:.0f})".format(**spread))
+        lines.append(f"exposed communication, {phase}: {_microseconds(spread)}")
     if record["main_grad"] is not None:
         rate = record["copy_bytes_per_second"]
         lines.append(
@@ -204,9 +204,9 @@ def _tail(record: dict[str, Any]) -> list[str]:
     if record["replay"] is not None:
         replay = record["replay"]
         lines.append(
-            f"replay: the backward takes {_microseconds(replay['more_ms'])} more with one macrobatch of {replay['replayed_rows']} rows "
-            f"replayed, the forward tasks that it repeats {_microseconds(replay['repeated_ms'])}, a launch and a start of their own in it: "
-            "overhead {median:.1%} ({p10:.1%} to {p90:.1%})".format(**replay["overhead"])
+            f"replay: the backward takes {_microseconds(replay['more_ms'], 1e3)} more with one macrobatch of {replay['replayed_rows']} rows "
+            f"replayed, the forward tasks that it repeats {_microseconds(replay['repeated_ms'], 1e3)}, a launch and a start of their own in "
+            "it: overhead {median:.1%} ({p10:.1%} to {p90:.1%})".format(**replay["overhead"])
         )
     if record["memory"] is not None:
         memory = record["memory"]
@@ -218,8 +218,9 @@ def _tail(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _microseconds(spread_ms: dict[str, float]) -> str:
-    return "{median:.0f} us ({p10:.0f} to {p90:.0f})".format(**{name: ms * 1e3 for name, ms in spread_ms.items()})
+def _microseconds(spread: dict[str, float], unit: float = 1.0) -> str:
+    """unit: microseconds in one of the spread's numbers."""
+    return "{median:.0f} us ({p10:.0f} to {p90:.0f})".format(**{name: number * unit for name, number in spread.items()})
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -179,6 +179,17 @@ def test_f_t5_refusal_names_flag_and_rule(mok: Mok, name: str) -> None:
     assert result.code == 1
 
 
+def test_a_refused_group_is_not_called_supported_as_well() -> None:
+    flags = doctor.judge(["pretrain_gpt.py", "--num-experts", "64", "--expert-model-parallel-size", "16"])
+    assert [flag["verdict"] for flag in flags if flag["flag"] == "--expert-model-parallel-size"] == ["refused"]
+
+
+def test_a_model_without_experts_is_told(mok: Mok) -> None:
+    bare = ["doctor", "--", "pretrain_gpt.py", "--no-gradient-accumulation-fusion"]
+    assert "no MoE layer" in mok(*bare).out
+    assert "no MoE layer" not in mok(*bare, "--num-experts=8").out
+
+
 def test_the_refusal_shows_the_value_that_was_given(mok: Mok) -> None:
     for added in (["--num-experts", "abc"], ["--moe-backend", "wrong"], ["--mok-minibatch-size", "100"]):
         assert re.search(rf"refused +{' '.join(added)}: .*(integer|choice|multiple of 128)", mok("doctor", *GOOD, *added).out)

@@ -45,11 +45,6 @@ def test_what_a_run_of_megatron_lacks(script: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_gpu_tests_need_pytest(tmp_path: Path) -> None:
-    done = run(str(SCRIPTS / "gpu_tests.sh"), MOK_PYTHON=interpreter(tmp_path, "*) exit 1 ;;"))
-    assert done.returncode == 2 and "has no pytest" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [

@@ -49,3 +49,11 @@ def test_one_check_that_fails_hides_no_other(tmp_path: Path, first_check: str, q
     assert quoted is None or quoted in shown[0]
     assert len(shown[0].splitlines()) <= 61 and "Host Frame" not in shown[0]
     assert all("SUMMARY: 0 errors" in part for part in shown[1:])
+
+
+def test_an_interpreter_without_pytest(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"MOK_PYTHON": str(tmp_path / "python")}
+    done = subprocess.run([str(ROOT / "scripts/gpu_tests.sh")], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "has no pytest" in done.stderr

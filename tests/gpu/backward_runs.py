@@ -9,8 +9,8 @@ from mok_megatron.executors.cpu import WeightGradTarget
 from mok_megatron.executors.cuda_backward import grad_words
 from mok_megatron.schedule import MoKContext
 from tests.gpu import harness
-from tests.gpu.harness import Group, Problem, poison
-from tests.oracle import assert_within, moe_oracle
+from tests.gpu.harness import Group, Problem, expected, poison
+from tests.oracle import assert_within
 
 NAN = float("nan")
 
@@ -30,16 +30,7 @@ class Gradients:
 
 def check_gradients(problem: Problem, dys: list[torch.Tensor], got: Gradients, grad_dtype: torch.dtype) -> None:
     """Every element within the bounds of the FP64 oracle; exactly 0 for the weights of absent routes."""
-    want = moe_oracle(
-        torch.cat(problem.x),
-        torch.cat(problem.router_weights),
-        torch.cat(problem.topk_experts),
-        problem.w13,
-        problem.w2,
-        torch.cat(dys),
-        dtype=torch.bfloat16,
-        grad_dtype=grad_dtype,
-    )
+    want = expected(problem, dys, grad_dtype=grad_dtype)
     for name in got.names():
         assert_within(name, getattr(got, name), getattr(want, name))
     assert not got.d_router_weights[torch.cat(problem.topk_experts) < 0].any()

@@ -7,6 +7,7 @@ protocol between ranks is tested without a launcher.
 import ctypes
 import dataclasses
 import os
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from mok_megatron.executors.cuda import CudaExecutor, ExecutorShape, RankMemory,
 from mok_megatron.protocol import ROW_WORDS
 from mok_megatron.schedule import MoKContext, MoKSchedule
 from mok_megatron.workspace import WorkspaceShape
+from tests.oracle import moe_oracle
 
 TIMEOUT_SECONDS = 5.0
 
@@ -49,6 +51,12 @@ def random_problem(tokens: list[int], hidden: int, inner: int, experts: int, top
     w13 = (torch.randn(experts, 2 * inner, hidden, generator=g) * hidden**-0.5).bfloat16()
     w2 = (torch.randn(experts, hidden, inner, generator=g) * inner**-0.5).bfloat16()
     return Problem(xs, ps, routes, w13, w2)
+
+
+def expected(problem: Problem, dys: list[torch.Tensor] | None = None, **options: Any) -> Any:
+    """The FP64 oracle's results for the tokens of all ranks, in their order; with `dys`, gradients too."""
+    tokens = (torch.cat(part) for part in (problem.x, problem.router_weights, problem.topk_experts))
+    return moe_oracle(*tokens, problem.w13, problem.w2, *([] if dys is None else [torch.cat(dys)]), dtype=torch.bfloat16, **options)
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

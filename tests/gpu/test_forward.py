@@ -3,20 +3,12 @@
 import pytest
 import torch
 
-from tests.gpu.harness import Group, Problem, poison, random_problem
-from tests.oracle import assert_within, moe_oracle
+from tests.gpu.harness import Group, Problem, expected, poison, random_problem
+from tests.oracle import assert_within
 
 
 def _check(problem: Problem, outputs: list[torch.Tensor]) -> None:
-    want = moe_oracle(
-        torch.cat(problem.x),
-        torch.cat(problem.router_weights),
-        torch.cat(problem.topk_experts),
-        problem.w13,
-        problem.w2,
-        dtype=torch.bfloat16,
-    )
-    assert_within("y", torch.cat(outputs), want.y)
+    assert_within("y", torch.cat(outputs), expected(problem).y)
 
 
 SHAPES = [

@@ -5,8 +5,9 @@ import torch
 
 from tests.distributed import RankPool
 from tests.gpu.backward_runs import assert_same_bits
+from tests.gpu.harness import expected
 from tests.gpu.ranks import EXPERTS, HIDDEN, INNER, TOKENS, TOPK, batch, random_part, start, two_gpus
-from tests.oracle import assert_within, moe_oracle
+from tests.oracle import assert_within
 
 NAMES = ("y", "dx", "d_router_weights", "dw13", "dw2")
 STEPS = 3  # gradients in new bf16 tensors; added to fp32 ones, lists; from a context that is made again
@@ -42,16 +43,7 @@ def _joined(ranks: list[list[list[torch.Tensor]]], step: int) -> list[torch.Tens
 
 def _check(tokens: int, seed: int, step: int, got: list[torch.Tensor]) -> None:
     problem, dy = batch(tokens, seed + step)
-    want = moe_oracle(
-        problem.x[0],
-        problem.router_weights[0],
-        problem.topk_experts[0],
-        problem.w13,
-        problem.w2,
-        dy,
-        dtype=torch.bfloat16,
-        grad_dtype=torch.float32 if step == 1 else torch.bfloat16,
-    )
+    want = expected(problem, [dy], grad_dtype=torch.float32 if step == 1 else torch.bfloat16)
     assert got[2].shape == (tokens, TOPK)
     assert got[3].shape == (EXPERTS, 2 * INNER, HIDDEN)
     for name, tensor in zip(NAMES, got, strict=True):

@@ -112,12 +112,17 @@ def test_f_t2_layers_of_one_number_stay_apart() -> None:
     assert [s.counts for s in metrics.collect().layers] == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_f_t2_the_log_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def layer_and_arguments(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Any, torch.Tensor, Namespace]:
+    """A layer that counts, tokens for it, and the training arguments that the log sees."""
     start_megatron(1)
     layer = build_layer("mok", make_config(), log_expert_load=True)
-    x = route_to(layer, [10, 0, 6, 0], 2)
-    args = Namespace(mok_log_expert_load=True, log_interval=2)
+    args = Namespace(log_interval=2, **arguments)
     monkeypatch.setattr(install.compat, "training_args", lambda: args)
+    return layer, route_to(layer, [10, 0, 6, 0], 2), args
+
+
+def test_f_t2_the_log_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    layer, x, args = layer_and_arguments(monkeypatch, mok_log_expert_load=True)
     logged: list[int] = []
 
     def training_log(loss_dict: Any, iteration: int, report: bool = False) -> str:
@@ -138,11 +143,7 @@ def test_f_t2_the_log_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_the_log_interval_behind_a_wrapper_without_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    start_megatron(1)
-    layer = build_layer("mok", make_config(), log_expert_load=True)
-    x = route_to(layer, [10, 0, 6, 0], 2)
-    args = Namespace(mok_log_expert_load=False, log_interval=2)
-    monkeypatch.setattr(install.compat, "training_args", lambda: args)
+    layer, x, args = layer_and_arguments(monkeypatch, mok_log_expert_load=False)
     wrapped = install._log_load_too(lambda *args, **kwargs: "as before")
     assert wrapped({}, 7) == "as before"
     args.mok_log_expert_load = True

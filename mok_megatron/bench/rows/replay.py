@@ -15,6 +15,7 @@ from mok_megatron.bench.problem import LayerProblem
 from mok_megatron.bench.rows.mok import MoKRow
 from mok_megatron.buffers import WorkspaceShape
 from mok_megatron.config import MoKConfig
+from mok_megatron.workspace import num_sms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ReplaySizes:
 
 def replay_sizes(problem: LayerProblem) -> ReplaySizes:
     """Known before there is a workspace; the same on every rank."""
-    shape, config, device = problem.shape, problem.shape.config, problem.ranks.device
+    shape, config = problem.shape, problem.shape.config
     workspace = WorkspaceShape(
         problem.ranks.ep_size,
         problem.max_tokens,
@@ -59,8 +60,7 @@ def replay_sizes(problem: LayerProblem) -> ReplaySizes:
         config.macrobatch_size,
         config.schedule_capacity_multiplier,
     )
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return ReplaySizes(max(problem.padded_rank_rows()), *workspace.ring(num_sms))
+    return ReplaySizes(max(problem.padded_rank_rows()), *workspace.ring(num_sms(problem.ranks.device)))
 
 
 class MoKReplayRow(MoKRow):
