@@ -111,6 +111,9 @@ struct Plan {
     return lo;
   }
 
+  // Whether the backward's weight gradients stand between its other products.
+  MOK_HOST_DEVICE bool spreads_wgrads() const { return num_blocks * kBlockRows < kRowsOfLongSums * shape.num_local_experts; }
+
   MOK_HOST_DEVICE int64_t minibatches(int64_t macro) const { return ceil_div(macro_blocks(macro), shape.minibatch_blocks); }
 
   // Of the experts of a macrobatch, those whose rows in it end within its first `count` minibatches. What goes on in the next macrobatch, or has

@@ -3,8 +3,9 @@
 // Order within a macrobatch: minibatch i is fetched, then its first GEMM, then the second GEMM of minibatch i - kLag. No second GEMM waits for
 // the last wave of a first GEMM, and what second GEMMs push to peers is spread between first GEMMs, which push nothing. At the end of a
 // macrobatch its last second GEMMs come before anything of the next one: a ring that holds few minibatches would otherwise wait for itself.
-// Between the backward's GEMMs of a minibatch's place stand the weight gradients of the experts that ended kWgradLag minibatches before: the
-// ones read and write memory while the others multiply. A task waits only for tasks of lower order, or for a peer.
+// The backward's weight gradients follow its other GEMMs. Where experts have few rows, those of the experts that ended kWgradLag minibatches
+// before stand between the GEMMs of a minibatch's place: the ones read and write memory while the others multiply. A task waits only for tasks
+// of lower order, or for a peer.
 #pragma once
 
 #include <cstdint>
@@ -86,7 +87,7 @@ enum Segment : int64_t { kFetchX = 0, kFetchDy = 1, kFront = 2, kBack = 3, kSegm
 static_assert(kWgradLag >= 1, "the products that a weight gradient waits for stand in an earlier place");
 
 // Places of a macrobatch behind that of its last minibatch.
-constexpr int64_t kLastLag = kLag > kWgradLag ? kLag : kWgradLag;
+constexpr int64_t kLastLag = kLag + 1 > kWgradLag ? kLag + 1 : kWgradLag;
 
 MOK_HOST_DEVICE int64_t macro_segments(const PassShape& shape) {
   return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + kLastLag + 1);
@@ -326,9 +327,9 @@ MOK_HOST_DEVICE Task forward_compute_task(const Plan& plan, int64_t ticket) {
   return task;
 }
 
-// Place i of a macrobatch of the backward: the first GEMMs of minibatch i, the second ones of minibatch i - kLag, and between them the weight
-// gradients of the experts that end in minibatch i - kWgradLag: they wait for memory while the others multiply. Tickets of each kind before a
-// place.
+// Place i of a macrobatch of the backward: the first GEMMs of minibatch i, the second ones of minibatch i - kLag and, between them, the weight
+// gradients of the experts that end in minibatch i - kWgradLag; or all weight gradients in the place behind the last second GEMMs. Tickets of
+// each kind before a place.
 struct BackwardPlace {
   int64_t front, back, wgrad;
   MOK_HOST_DEVICE int64_t total() const { return front + back + wgrad; }
@@ -337,8 +338,9 @@ struct BackwardPlace {
 MOK_HOST_DEVICE BackwardPlace tickets_before(const Plan& plan, int64_t macro, const ExpertRange& experts, int64_t place) {
   const int64_t blocks = plan.macro_blocks(macro), behind = place > kLag ? place - kLag : 0;
   const int64_t front = (macro == 0 ? 0 : plan.gemm1_tiles) + plan.dgrad2_tiles;
+  const int64_t ended = plan.spreads_wgrads() ? place - kWgradLag : place > plan.minibatches(macro) + kLag ? plan.minibatches(macro) : 0;
   return {min_of(place * plan.shape.minibatch_blocks, blocks) * front, min_of(behind * plan.shape.minibatch_blocks, blocks) * plan.dgrad1_tiles,
-          plan.experts_ended(macro, experts, place - kWgradLag) * plan.wgrad_tiles()};
+          plan.experts_ended(macro, experts, ended) * plan.wgrad_tiles()};
 }
 
 // The last place that begins at or before a ticket of the macrobatch.

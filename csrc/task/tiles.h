@@ -28,9 +28,13 @@ constexpr int64_t kReduceTokens = 32;
 constexpr int64_t kSwizzleBlocks = 8;
 // Minibatches by which a second GEMM trails the first.
 constexpr int64_t kLag = 3;
-// Minibatches by which the weight gradients of an expert trail its last rows' first GEMM, and tickets of them that stand between as many others.
+// Rows an expert, on average, from which on weight gradients follow a macrobatch's other products. With fewer, adding a sum to its fp32 gradient
+// takes longer than the sum, and they stand between the other products.
+constexpr int64_t kRowsOfLongSums = 1536;
+// There, minibatches by which the weight gradients of an expert trail its last rows' first GEMM, and tickets of them that stand between as many
+// others: those that a cluster takes at once.
 constexpr int64_t kWgradLag = 4;
-constexpr int64_t kWgradRun = 8;
+constexpr int64_t kWgradRun = 2;
 
 MOK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 MOK_HOST_DEVICE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
