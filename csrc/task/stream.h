@@ -84,7 +84,7 @@ constexpr int kOrderShift = 40;
 // tickets.
 enum Segment : int64_t { kFetchX = 0, kFetchDy = 1, kFront = 2, kBack = 3, kSegments = 4 };
 
-static_assert(kWgradLag >= 1, "the products that a weight gradient waits for stand in an earlier place");
+static_assert(kWgradLag > 1 && kLag > 1, "what waits for a first GEMM stands in a later place, also where that waits for a replay");
 
 // Places of a macrobatch behind that of its last minibatch.
 constexpr int64_t kLastLag = kLag + 1 > kWgradLag ? kLag + 1 : kWgradLag;
@@ -327,20 +327,23 @@ MOK_HOST_DEVICE Task forward_compute_task(const Plan& plan, int64_t ticket) {
   return task;
 }
 
-// Place i of a macrobatch of the backward: the first GEMMs of minibatch i, the second ones of minibatch i - kLag and, between them, the weight
-// gradients of the experts that end in minibatch i - kWgradLag; or all weight gradients in the place behind the last second GEMMs. Tickets of
-// each kind before a place.
+// Place i of a macrobatch of the backward: what is replayed of the forward for minibatch i, the first GEMMs of minibatch i (of the one before,
+// where they wait for a replay), the second ones of minibatch i - kLag and, between them, the weight gradients of the experts that end in
+// minibatch i - kWgradLag; or all weight gradients in the place behind the last second GEMMs. Tickets of each kind before a place.
 struct BackwardPlace {
-  int64_t front, back, wgrad;
-  MOK_HOST_DEVICE int64_t total() const { return front + back + wgrad; }
+  int64_t replay, dgrad2, dgrad1, wgrad;
+  MOK_HOST_DEVICE int64_t total() const { return replay + dgrad2 + dgrad1 + wgrad; }
 };
 
+// Minibatches by which the first GEMMs of a macrobatch trail its replay.
+MOK_HOST_DEVICE int64_t replay_lag(int64_t macro) { return macro == 0 ? 0 : 1; }
+
 MOK_HOST_DEVICE BackwardPlace tickets_before(const Plan& plan, int64_t macro, const ExpertRange& experts, int64_t place) {
-  const int64_t blocks = plan.macro_blocks(macro), behind = place > kLag ? place - kLag : 0;
-  const int64_t front = (macro == 0 ? 0 : plan.gemm1_tiles) + plan.dgrad2_tiles;
-  const int64_t ended = plan.spreads_wgrads() ? place - kWgradLag : place > plan.minibatches(macro) + kLag ? plan.minibatches(macro) : 0;
-  return {min_of(place * plan.shape.minibatch_blocks, blocks) * front, min_of(behind * plan.shape.minibatch_blocks, blocks) * plan.dgrad1_tiles,
-          plan.experts_ended(macro, experts, ended) * plan.wgrad_tiles()};
+  const int64_t blocks = plan.macro_blocks(macro), minibatches = plan.minibatches(macro);
+  const auto blocks_until = [&](int64_t minibatch) { return minibatch <= 0 ? 0 : min_of(minibatch * plan.shape.minibatch_blocks, blocks); };
+  const int64_t ended = plan.spreads_wgrads() ? place - kWgradLag : place > minibatches + kLag ? minibatches : 0;
+  return {macro == 0 ? 0 : blocks_until(place) * plan.gemm1_tiles, blocks_until(place - replay_lag(macro)) * plan.dgrad2_tiles,
+          blocks_until(place - kLag) * plan.dgrad1_tiles, plan.experts_ended(macro, experts, ended) * plan.wgrad_tiles()};
 }
 
 // The last place that begins at or before a ticket of the macrobatch.
@@ -381,20 +384,17 @@ MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
   const BackwardPlace before = tickets_before(plan, macro, experts, place), after = tickets_before(plan, macro, experts, place + 1);
   ticket -= before.total();
   task.order = segment_order(plan.shape, macro, place, kFront, ticket);
-  const int64_t order = task.order, fronts = after.front - before.front;
-  const MergedPosition at = merged_position(ticket, fronts + after.back - before.back, after.wgrad - before.wgrad);
+  const int64_t order = task.order, replays = after.replay - before.replay, fronts = replays + after.dgrad2 - before.dgrad2;
+  const MergedPosition at = merged_position(ticket, fronts + after.dgrad1 - before.dgrad1, after.wgrad - before.wgrad);
   if (at.second) {
     fill_wgrad(plan, task, macro, before.wgrad + at.index);
-  } else if (at.index >= fronts) {
-    fill_dgrad1(plan, task, macro, place - kLag, at.index - fronts);
+  } else if (at.index < replays) {
+    fill_gemm1(plan, task, macro, macro, place, at.index);
+    task.order = order;
+  } else if (at.index < fronts) {
+    fill_dgrad2(plan, task, macro, place - replay_lag(macro), at.index - replays);
   } else {
-    const int64_t replays = macro == 0 ? 0 : minibatch_size_of(plan, macro, place) * plan.gemm1_tiles;
-    if (at.index < replays) {
-      fill_gemm1(plan, task, macro, macro, place, at.index);
-      task.order = order;
-    } else {
-      fill_dgrad2(plan, task, macro, place, at.index - replays);
-    }
+    fill_dgrad1(plan, task, macro, place - kLag, at.index - fronts);
   }
   return task;
 }
