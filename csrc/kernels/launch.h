@@ -111,6 +111,10 @@ struct ScheduleCall {
 namespace mok {
 int load_schedule_kernels();
 int load_backward_kernels();
+int load_route_kernels();
+
+// Of a router's probabilities.
+constexpr int64_t kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kFloat64 = 3;
 }  // namespace mok
 
 extern "C" {
@@ -123,6 +127,12 @@ MOK_EXPORT int mok_sm90_forward(const mok::ForwardCall* call, void* stream);
 MOK_EXPORT int mok_sm90_backward(const mok::BackwardCall* call, void* stream);
 MOK_EXPORT int mok_sm90_recompute(const mok::BackwardCall* call, void* stream);
 MOK_EXPORT int mok_sm90_schedule(const mok::ScheduleCall* call, void* stream);
+// Of a map [tokens, experts] of bytes and probabilities of the same shape: int32 ids and fp32 weights [tokens, topk].
+MOK_EXPORT int mok_sm90_compact_routes(int64_t map, int64_t probs, int64_t dtype, int64_t ids, int64_t weights, int64_t tokens, int64_t experts,
+                                       int64_t topk, void* stream);
+// fp32 gradients [tokens, topk] to the probabilities' [tokens, experts].
+MOK_EXPORT int mok_sm90_spread_gradients(int64_t grads, int64_t ids, int64_t dense, int64_t dtype, int64_t tokens, int64_t experts, int64_t topk,
+                                         void* stream);
 MOK_EXPORT int64_t mok_sm90_schedule_scratch_words(int64_t ep_size, int64_t max_tokens, int64_t topk, int64_t num_local_experts);
 MOK_EXPORT int64_t mok_num_counters(int64_t capacity_blocks, int64_t num_local_experts);
 // Bytes of the table of tasks of a forward pass.

@@ -250,6 +250,7 @@ extern "C" int mok_sm90_load() {
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::forward_kernel);
   if (code == cudaSuccess) code = cudaFuncGetAttributes(&attributes, mok::enter_kernel);
   if (code == cudaSuccess) code = mok::load_backward_kernels();
+  if (code == cudaSuccess) code = mok::load_route_kernels();
   return code == cudaSuccess ? mok::load_schedule_kernels() : code;
 }
 

@@ -102,6 +102,9 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
     library.mok_sm90_load.argtypes, library.mok_sm90_load.restype = [], ctypes.c_int
+    for name, count in (("mok_sm90_compact_routes", 8), ("mok_sm90_spread_gradients", 7)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [*[ctypes.c_int64] * count, ctypes.c_void_p], ctypes.c_int
     for name, count in (
         ("mok_sm90_schedule_scratch_words", 4),
         ("mok_num_counters", 2),

@@ -6,16 +6,12 @@ over a 0/1 map has no defined order among ties, and probabilities cannot tell a 
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 
 def routes_and_weights(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """:func:`compact_routes` and :func:`gather_router_weights` of them; on a GPU with Triton one launch each way.
+    """:func:`compact_routes` and :func:`gather_router_weights` of them; on a GPU one launch each way.
 
     Args:
         probs: [T, E], any floating dtype, differentiable.
@@ -25,19 +21,12 @@ def routes_and_weights(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[T
     Returns:
         Expert ids [T, K] int32 and their probabilities [T, K] fp32.
     """
-    kernels = _kernels() if probs.is_cuda else None
-    if kernels is not None:
-        return kernels.routes_and_weights(probs, routing_map, topk)
+    if probs.is_cuda:
+        from mok_megatron.megatron import router_kernels  # which needs the compiled kernels
+
+        return router_kernels.routes_and_weights(probs, routing_map, topk)
     topk_experts = compact_routes(routing_map, topk)
     return topk_experts, gather_router_weights(probs, topk_experts)
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    try:
-        return importlib.import_module("mok_megatron.megatron.router_kernels")
-    except ImportError:  # no Triton
-        return None
 
 
 def compact_routes(routing_map: Tensor, topk: int) -> Tensor:

@@ -5,90 +5,79 @@ T tokens, E experts, K routes a token. A dozen small operators on [T, E] tensors
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-_ELEMENTS = 4096
-"""Of a block of rows: enough work for a program, few enough registers."""
+from mok_megatron.config import MAX_TOPK
+from mok_megatron.errors import MoKArgumentError, MoKError
+from mok_megatron.executors.cuda import kernel_library
 
-
-@triton.jit
-def _compact(chosen_at, probs_at, ids_at, weights_at, tokens, experts, topk, ROWS: tl.constexpr, COLS: tl.constexpr, SLOTS: tl.constexpr):  # noqa: ANN001, ANN202
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, COLS)[None, :]
-    inside = (rows < tokens) & (cols < experts)
-    place = rows.to(tl.int64) * experts + cols
-    chosen = (tl.load(chosen_at + place, mask=inside, other=0) != 0).to(tl.int32)
-    probs = tl.load(probs_at + place, mask=inside, other=0).to(tl.float32)
-    position = tl.cumsum(chosen, axis=1) - 1
-    count = tl.sum(chosen, axis=1)[:, None]
-    kept = (chosen != 0) & (position < topk)
-    expert = tl.where((position == 0) & (count > topk), experts, cols)
-    slot = rows.to(tl.int64) * topk + position
-    tl.store(ids_at + slot, expert, mask=kept)
-    tl.store(weights_at + slot, probs, mask=kept)
-    slots = tl.arange(0, SLOTS)[None, :]
-    empty = (slots >= count) & (slots < topk) & (rows < tokens)
-    slot = rows.to(tl.int64) * topk + slots
-    tl.store(ids_at + slot, tl.full([ROWS, SLOTS], -1, tl.int32), mask=empty)
-    tl.store(weights_at + slot, tl.zeros([ROWS, SLOTS], tl.float32), mask=empty)
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""Their numbers in csrc/kernels/launch.h."""
 
 
-@triton.jit
-def _spread(grad_at, ids_at, dense_at, tokens, experts, TOPK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # noqa: ANN001, ANN202
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, COLS)[None, :]
-    dense = tl.zeros([ROWS, COLS], tl.float32)
-    for k in tl.static_range(TOPK):
-        slot = rows.to(tl.int64) * TOPK + k
-        expert = tl.load(ids_at + slot, mask=rows < tokens, other=-1)
-        grad = tl.load(grad_at + slot, mask=rows < tokens, other=0)
-        dense = tl.where(cols == expert, grad, dense)
-    place = rows.to(tl.int64) * experts + cols
-    tl.store(dense_at + place, dense, mask=(rows < tokens) & (cols < experts))
-
-
-def _blocks(tokens: int, experts: int) -> tuple[int, int, int]:
-    """(programs, rows of one, columns of one)."""
-    cols = triton.next_power_of_2(experts)
-    rows = max(1, _ELEMENTS // cols)
-    return -(-tokens // rows), rows, cols
+def _launch(function: Callable[..., int], device: torch.device, *words: int) -> None:
+    if torch._C._cuda_getDevice() == device.index:
+        code = function(*words, torch._C._cuda_getCurrentRawStream(device.index))
+    else:
+        # The runtime launches on the thread's current device.
+        with torch.cuda.device(device):
+            code = function(*words, torch._C._cuda_getCurrentRawStream(device.index))
+    if code != 0:
+        raise MoKError(f"{function.__name__} failed with CUDA error {code}")
 
 
 class _Routes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        tokens, experts = routing_map.shape
+        tokens, experts = probs.shape
         ids = torch.empty(tokens, topk, dtype=torch.int32, device=probs.device)
         weights = torch.empty(tokens, topk, dtype=torch.float32, device=probs.device)
+        dtype = _DTYPES[probs.dtype]
         if tokens:
-            programs, rows, cols = _blocks(tokens, experts)
-            slots = triton.next_power_of_2(topk)
-            _compact[(programs,)](routing_map.view(torch.uint8), probs, ids, weights, tokens, experts, topk, ROWS=rows, COLS=cols, SLOTS=slots)
+            compact = kernel_library().mok_sm90_compact_routes
+            addresses = routing_map.data_ptr(), probs.data_ptr(), dtype, ids.data_ptr(), weights.data_ptr()
+            _launch(compact, probs.device, *addresses, tokens, experts, topk)
         ctx.mark_non_differentiable(ids)
         ctx.save_for_backward(ids)
-        ctx.like = (probs.shape, probs.dtype)
+        ctx.like = (experts, probs.dtype)
         return ids, weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
-        (tokens, experts), dtype = ctx.like
-        dense = torch.empty(tokens, experts, dtype=torch.float32, device=grad.device)
+        experts, dtype = ctx.like
+        grad = grad.contiguous()
+        tokens, topk = ids.shape
+        dense = torch.empty(tokens, experts, dtype=dtype, device=grad.device)
         if tokens:
-            programs, rows, cols = _blocks(tokens, experts)
-            _spread[(programs,)](grad.contiguous(), ids, dense, tokens, experts, TOPK=ids.shape[1], ROWS=rows, COLS=cols)
-        return dense.to(dtype), None, None
+            spread = kernel_library().mok_sm90_spread_gradients
+            _launch(spread, grad.device, grad.data_ptr(), ids.data_ptr(), dense.data_ptr(), _DTYPES[dtype], tokens, experts, topk)
+        return dense, None, None
 
 
 def routes_and_weights(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """What :func:`mok_megatron.megatron.router.routes_and_weights` gives.
 
     Args:
-        probs: [T, E], any floating dtype. routing_map: [T, E] bool. topk: K.
+        probs: [T, E] fp32, bf16, fp16 or fp64. routing_map: [T, E] bool. topk: K, at most 32.
+
+    Raises:
+        MoKArgumentError: other shapes, dtypes or devices.
     """
+    if probs.dim() != 2 or probs.shape != routing_map.shape:
+        raise MoKArgumentError(f"probs: shape {list(probs.shape)} must be [T, E], that of routing_map, {list(routing_map.shape)}")
+    if probs.dtype not in _DTYPES:
+        raise MoKArgumentError(f"probs: dtype {probs.dtype} must be one of {', '.join(map(str, _DTYPES))}")
+    if routing_map.dtype is not torch.bool or routing_map.device != probs.device:
+        raise MoKArgumentError(
+            f"routing_map: dtype {routing_map.dtype} on {routing_map.device} must be torch.bool on {probs.device}, where probs are"
+        )
+    if not 1 <= topk <= MAX_TOPK:
+        raise MoKArgumentError(f"moe_router_topk={topk}: must be between 1 and {MAX_TOPK}")
     return _Routes.apply(probs.contiguous(), routing_map.contiguous(), topk)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mok_megatron.errors import MoKArgumentError
+from mok_megatron.megatron import router_kernels
 from mok_megatron.megatron.router import compact_routes, describe_overfull_rows, gather_router_weights
 
 
@@ -78,8 +75,16 @@ def test_weights_are_fp32_and_the_gradient_has_the_probabilities_dtype(dtype: to
     assert probs.grad.tolist() == [[1.0, 1.0], [0.0, 1.0]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
-def test_the_kernels_of_gpus_give_the_same_bits(seed: int) -> None:
-    """In Triton's interpreter, which a process has from its start or not at all."""
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-m", "tests.megatron.router_kernels_run", str(seed)], cwd=root, check=True, timeout=120)
+@pytest.mark.parametrize(
+    ("probs", "routing_map", "topk", "said"),
+    [
+        (torch.rand(3, 8), torch.ones(3, 9, dtype=torch.bool), 2, r"probs: shape \[3, 8\] must be \[T, E\], that of routing_map, \[3, 9\]"),
+        (torch.rand(3), torch.ones(3, dtype=torch.bool), 2, r"probs: shape \[3\] must be \[T, E\]"),
+        (torch.ones(3, 8, dtype=torch.int32), torch.ones(3, 8, dtype=torch.bool), 2, "probs: dtype torch.int32 must be one of torch.float32"),
+        (torch.rand(3, 8), torch.ones(3, 8), 2, "routing_map: dtype torch.float32 on cpu must be torch.bool on cpu"),
+        (torch.rand(3, 64), torch.ones(3, 64, dtype=torch.bool), 33, "moe_router_topk=33: must be between 1 and 32"),
+    ],
+)
+def test_what_the_kernels_cannot_read_is_refused(probs: torch.Tensor, routing_map: torch.Tensor, topk: int, said: str) -> None:
+    with pytest.raises(MoKArgumentError, match=said):
+        router_kernels.routes_and_weights(probs, routing_map, topk)
