@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--in-a-row", type=int, default=4, help="forwards with backwards between two events (default: %(default)s)")
+    parser.add_argument("--router-fusion", action="store_true", help="as Megatron's --moe-router-fusion, for every backend")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--knob", action="append", default=[], metavar="NAME=NUMBER", help="a knob of MoKConfig")
     parser.add_argument("--json", type=Path)
@@ -69,7 +70,8 @@ def build(backend: str, shape: tuple[int, int, int, int], options: argparse.Name
         num_layers=1, hidden_size=hidden, num_attention_heads=16, ffn_hidden_size=inner, moe_ffn_hidden_size=inner,
         num_moe_experts=experts, moe_router_topk=topk, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather" if backend == "allgather" else "alltoall", moe_grouped_gemm=True,
-        moe_permute_fusion=True, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        moe_permute_fusion=True, moe_router_fusion=options.router_fusion, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False,
         bias_activation_fusion=True, gradient_accumulation_fusion=True, params_dtype=torch.bfloat16, bf16=True,
         expert_model_parallel_size=dist.get_world_size(),
     )  # fmt: skip
@@ -130,7 +132,8 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Row] = {}
-    result: dict[str, Any] = {"shape": name, "tokens": options.tokens, "ranks": dist.get_world_size(), "backends": {}}
+    result: dict[str, Any] = {"shape": name, "tokens": options.tokens, "ranks": dist.get_world_size(), "router fusion": options.router_fusion}
+    result["backends"] = {}
     for backend in options.backends:
         try:
             rows[backend] = Row(backend, SHAPES[name], options)
