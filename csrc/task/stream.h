@@ -59,22 +59,27 @@ MOK_HOST_DEVICE int64_t rotate_block(const PassShape& shape, int64_t block, int6
 }
 
 // Two sequences of tickets as one: runs of kWgradRun tickets of the second stand evenly between runs of the first. What does not fill a run
-// comes last.
+// comes last. `begin` is the number of the first ticket in the pass: a cluster takes its tickets from even numbers on, and two tasks of two
+// kinds one after the other, so that runs begin where clusters do, behind tickets of the first sequence.
 struct MergedPosition {
   bool second;
   int64_t index;
 };
 
-MOK_HOST_DEVICE MergedPosition merged_position(int64_t ticket, int64_t first, int64_t second) {
+MOK_HOST_DEVICE MergedPosition merged_position(int64_t begin, int64_t ticket, int64_t first, int64_t second) {
+  const int64_t head = min_of(ceil_div(begin, kWgradRun) * kWgradRun - begin, first);
+  if (ticket < head) return {false, ticket};
+  ticket -= head;
+  first -= head;
   const int64_t first_runs = first / kWgradRun, second_runs = second / kWgradRun, runs = first_runs + second_runs;
   const int64_t run = ticket / kWgradRun;
   if (run < runs) {
     const int64_t before = run * second_runs / runs;
     const bool is_second = (run + 1) * second_runs / runs > before;
-    return {is_second, (is_second ? before : run - before) * kWgradRun + ticket % kWgradRun};
+    return {is_second, (is_second ? before * kWgradRun : head + (run - before) * kWgradRun) + ticket % kWgradRun};
   }
   const int64_t rest = ticket - runs * kWgradRun, first_rest = first % kWgradRun;
-  return rest < first_rest ? MergedPosition{false, first_runs * kWgradRun + rest}
+  return rest < first_rest ? MergedPosition{false, head + first_runs * kWgradRun + rest}
                            : MergedPosition{true, second_runs * kWgradRun + rest - first_rest};
 }
 
@@ -377,7 +382,7 @@ MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
       hi = mid;
     }
   }
-  const int64_t macro = lo;
+  const int64_t macro = lo, number = ticket;
   ticket -= plan.macro_compute_offset[macro];
   const ExpertRange experts = {plan.macro_first_expert(macro), plan.macro_end_expert(macro)};
   const int64_t place = backward_place(plan, macro, experts, ticket);
@@ -385,7 +390,7 @@ MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
   ticket -= before.total();
   task.order = segment_order(plan.shape, macro, place, kFront, ticket);
   const int64_t order = task.order, replays = after.replay - before.replay, fronts = replays + after.dgrad2 - before.dgrad2;
-  const MergedPosition at = merged_position(ticket, fronts + after.dgrad1 - before.dgrad1, after.wgrad - before.wgrad);
+  const MergedPosition at = merged_position(number - ticket, ticket, fronts + after.dgrad1 - before.dgrad1, after.wgrad - before.wgrad);
   if (at.second) {
     fill_wgrad(plan, task, macro, before.wgrad + at.index);
   } else if (at.index < replays) {

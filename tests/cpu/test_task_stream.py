@@ -120,6 +120,22 @@ def test_weight_gradients_of_few_rows_stand_between_the_other_products(seed: int
     assert runs[-1] <= 64, runs
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clusters_take_weight_gradients_in_pairs(seed: int) -> None:
+    """Also behind an odd number of tickets: a cluster works on tasks of two kinds one after the other, at half its speed."""
+    rng = random.Random(seed)
+    blocks = [rng.choice([0, 1, 2, 3, 5]) for _ in range(24)]
+    ring = rng.choice([9, 27, 3 * 40])
+    # An odd number of tiles a block, in minibatches of an odd number of blocks.
+    shape = PassShape(Pass.BACKWARD, 0, 1, 100, 256 * rng.choice([2, 3]), 256 * 3, len(blocks), 3, ring, sum(blocks))
+    compute, _, _ = streams(shape, blocks)
+    grads = [task.kind in (TaskKind.WGRAD2, TaskKind.WGRAD13, TaskKind.ZERO) for task in compute]
+    split = sum(one != other for one, other in zip(grads[::2], grads[1::2], strict=False))
+    # At most the last ticket of each minibatch's place: those of the minibatches, and four behind them, of each macrobatch.
+    places = -(-sum(blocks) // shape.minibatch_blocks) + 4 * -(-sum(blocks) // ring)
+    assert split <= places
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_weight_gradients_of_many_rows_follow(missing: int) -> None:
     """From 1536 rows an expert on, padded and on average; with one block less they do not."""
