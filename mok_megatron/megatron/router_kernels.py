@@ -43,13 +43,16 @@ class _Routes(torch.autograd.Function):
             addresses = routing_map.data_ptr(), probs.data_ptr(), dtype, ids.data_ptr(), weights.data_ptr()
             _launch(compact, probs.device, *addresses, tokens, experts, topk)
         ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)  # autograd would write zeros for the ids, a launch more each backward
         ctx.save_for_backward(ids)
         ctx.like = (experts, probs.dtype)
         return ids, weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         (ids,) = ctx.saved_tensors
         experts, dtype = ctx.like
         grad = grad.contiguous()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mok_megatron.errors import MoKArgumentError
 from mok_megatron.megatron import router_kernels
@@ -88,3 +91,29 @@ def test_weights_are_fp32_and_the_gradient_has_the_probabilities_dtype(dtype: to
 def test_what_the_kernels_cannot_read_is_refused(probs: torch.Tensor, routing_map: torch.Tensor, topk: int, said: str) -> None:
     with pytest.raises(MoKArgumentError, match=said):
         router_kernels.routes_and_weights(probs, routing_map, topk)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_backward_runs_no_operator_beside_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernels, whose addresses alone count here: a gradient of the ids, zeros, would be a launch of its own."""
+    launches = []
+    monkeypatch.setattr(router_kernels, "kernel_library", lambda: SimpleNamespace(mok_sm90_compact_routes="c", mok_sm90_spread_gradients="s"))
+    monkeypatch.setattr(router_kernels, "_launch", lambda function, device, *words: launches.append(function))
+    probs = torch.rand(5, 9, requires_grad=True)
+    _, weights = router_kernels.routes_and_weights(probs, torch.rand(5, 9) < 0.3, 3)
+    grad = torch.rand_like(weights)
+    with Operators() as operators:
+        torch.autograd.grad(weights, probs, grad)
+    assert launches == ["c", "s"]
+    assert [name for name in operators.names if "empty" not in name and "detach" not in name] == []
