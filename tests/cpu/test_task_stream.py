@@ -141,3 +141,19 @@ def test_weight_gradients_of_many_rows_follow(missing: int) -> None:
     """From 1536 rows an expert on, padded and on average; with one block less they do not."""
     grads = order_of_weight_grads(random.Random(missing), [7, 14, 12, 15 - missing])
     assert (grads == sorted(grads)) == (missing == 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_replay_is_a_minibatch_ahead_of_what_waits_for_it(seed: int) -> None:
+    """Else the first tiles behind a replay would wait for its last wave, in every minibatch."""
+    rng = random.Random(seed)
+    blocks = [rng.randint(1, 9) for _ in range(16)]
+    minibatch = rng.choice([2, 3, 8])
+    shape = PassShape(Pass.BACKWARD, 0, 1, 10, 512, 512, len(blocks), minibatch, minibatch * 3, sum(blocks))
+    compute, _, _ = streams(shape, blocks)
+    replayed = {(t.macrobatch, t.minibatch): at for at, t in enumerate(compute) if t.kind is TaskKind.GEMM1}  # the last one's ticket
+    firsts = {(t.macrobatch, t.minibatch): at for at, t in reversed(list(enumerate(compute))) if t.kind is TaskKind.DGRAD2}
+    assert {macro for macro, _ in replayed} == set(range(1, -(-sum(blocks) // shape.macrobatch_blocks)))
+    for macro, place in replayed:
+        if (macro, place + 1) in replayed:
+            assert replayed[macro, place + 1] < firsts[macro, place]
