@@ -82,7 +82,7 @@ def _refuse_repeated_keys(document: Any) -> None:
 class MoKConfig:
     """Knobs, each optional. Results do not depend on any of them by a single bit.
 
-    fwd_num_comm_sms, bwd_num_comm_sms: SMs that only move rows; 0 = communication warps in every CTA; None = the tuned default.
+    fwd_num_comm_sms, bwd_num_comm_sms: SMs that only move rows; 0 = communication warps in every CTA; None = 0, the fastest measured.
     minibatch_size: rows of one overlap step, a multiple of 128. None: a third of the two-wave rule's rows, 2 * SMs * 128 * 256 / min(2I, H),
         rounded up to 2048: the second GEMM trails the first by three minibatches.
     macrobatch_size: rows of the ring, a multiple of the minibatch. None: num_local_tokens * K and a quarter more, plus the experts' padding.

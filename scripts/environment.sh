@@ -10,6 +10,11 @@ die() {
     exit 2
 }
 
+fail() { # where nothing was wrong with what was asked for
+    echo "$(basename "$0"): $*" >&2
+    exit 3
+}
+
 python_version() { # prints "3.12" for an interpreter that runs; fails for one that does not (such as an idle pyenv shim)
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
@@ -77,7 +82,9 @@ make_venv() { # make_venv EXTRA: sets VENV to an environment that has the reposi
     fi
     echo "installing torch $torch and megatron-core $megatron" >&2
     # Megatron's checkpoint writer imports psutil, which its package does not ask for.
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$torch" "megatron-core==$megatron" numpy psutil
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$torch" "megatron-core==$megatron" numpy psutil ||
+        fail "torch $torch and megatron-core $megatron could not be installed into $VENV; pip says why above"
     echo "building and installing mok_megatron" >&2
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extra]"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extra]" ||
+        fail "mok_megatron could not be built and installed into $VENV; pip says why above"
 }

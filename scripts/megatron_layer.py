@@ -41,13 +41,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-30b", "qwen3.5-397b", "kimi-k2"])
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["mok", "alltoall"])
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a GPU (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds over all backends (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="untimed rounds of each backend (default: %(default)s)")
     parser.add_argument("--in-a-row", type=int, default=4, help="forwards with backwards between two events (default: %(default)s)")
     parser.add_argument("--router-fusion", action="store_true", help="as Megatron's --moe-router-fusion, for every backend")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)")
     parser.add_argument("--knob", action="append", default=[], metavar="NAME=NUMBER", help="a knob of MoKConfig")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
     return parser.parse_args()
 
 

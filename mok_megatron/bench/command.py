@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "the bare grouped GEMMs, in turn in one run, on the same inputs and weights. Every row is checked against an FP64 reference before "
         "and after, gradients too. Prints a table for each shape and writes layer.json and layer.png. Start it alone (it starts one "
         "process a GPU) or under torchrun.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     default = BenchSettings.__dataclass_fields__
     names = ", ".join([*config_names(), TINY.model])
@@ -51,9 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     shapes = f"{names}, or a YAML file; none: all models, on the CPU {TINY.model}"
     layer.add_argument("--shapes", nargs="+", default=(), metavar="NAME", help=shapes)
     layer.add_argument("--tokens", nargs="+", type=_integer(1), default=(), metavar="T", help="tokens a GPU; none: 4096, on the CPU 96")
-    layer.add_argument("--ep", type=_integer(1), default=launched, help=f"expert-parallel ranks, one a GPU: one of {EP_SIZES}")
+    sizes = ", ".join(map(str, EP_SIZES))
+    layer.add_argument("--ep", type=_integer(1), default=launched, help=f"expert-parallel ranks, one a GPU: one of {sizes}")
     layer.add_argument("--workload", nargs="+", default=default["workload"].default, metavar="NAME", help=", ".join(WORKLOADS))
-    layer.add_argument("--rows", nargs="+", default=default["rows"].default, metavar="NAME", help=", ".join(COMPETITORS))
+    rows = "; ".join(f"{name}: {row.label}" for name, row in COMPETITORS.items())
+    layer.add_argument("--rows", nargs="+", default=default["rows"].default, metavar="NAME", help=rows)
     layer.add_argument(
         "--phases", nargs="+", default=default["phases"].default, metavar="NAME", help=", ".join(PHASES) + ", of the rows that have them"
     )
@@ -64,6 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument("--out", type=Path, default=default["out"].default, help="folder for layer.json and layer.png")
     layer.add_argument("--device", default=default["device"].default, help="cuda, or cpu to try the benchmark itself")
     return parser
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Lists as they are typed; an empty default is told in the option's own text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if not isinstance(action.default, tuple):
+            return super()._get_help_string(action)
+        return f"{action.help} (default: {' '.join(action.default)})" if action.default else action.help
 
 
 def _integer(least: int) -> Callable[[str], int]:

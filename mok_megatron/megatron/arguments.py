@@ -22,8 +22,8 @@ DISPATCHER_FLAGS: dict[str, dict[str, Any]] = {
 """What a stock backend sets in Megatron's arguments, so that an A/B is one flag."""
 
 _KNOB_HELP = {
-    "fwd_num_comm_sms": "SMs that only communicate in forward passes; 0: communication warps on every SM.",
-    "bwd_num_comm_sms": "SMs that only communicate in backward passes; 0: communication warps on every SM.",
+    "fwd_num_comm_sms": "SMs that only communicate in forward passes. Default: 0, communication warps on every SM.",
+    "bwd_num_comm_sms": "SMs that only communicate in backward passes, on GPUs only 0 so far. Default: 0, communication warps on every SM.",
     "minibatch_size": "Rows of one overlap step, a multiple of 128. Default: the two-wave rule.",
     "macrobatch_size": "Rows of the ring, a multiple of the minibatch. Default: from the tokens of a rank, with a margin.",
     "schedule_capacity_multiplier": "Largest share of all the group's routes that one rank may receive; 1.0 cannot overflow.",
@@ -111,8 +111,8 @@ def finish_arguments(args: Namespace) -> None:
         args.moe_backend = settings.backend_from_environment() or "megatron"
     for name, value in DISPATCHER_FLAGS.get(args.moe_backend, {}).items():
         setattr(args, name, value)
+    run = settings.resolve(args)  # a bad knob is told under every backend, before anything is built
     if args.moe_backend == "mok":
-        run = settings.resolve(args)
         # A YAML file replaces the arguments after this point: the layers ask again, with what the model is made of.
         if getattr(args, "yaml_cfg", None) is None:
             support.require_supported(args)

@@ -37,3 +37,13 @@ def test_without_an_environment_it_says_what_to_do(tmp_path: Path) -> None:
         [str(ROOT / "scripts" / "ab_cpu.sh")], env={**os.environ, "MOK_VENV": str(tmp_path)}, capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 2 and "run ./scripts/quickstart.sh first" in done.stderr
+
+
+def test_without_megatrons_parser_it_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "torchrun").touch(mode=0o755)
+    (tmp_path / "bin" / "python").symlink_to("/usr/bin/false")
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "ab_cpu.sh")], env={**os.environ, "MOK_VENV": str(tmp_path)}, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2 and "make it with Python 3.12 or 3.13" in done.stderr

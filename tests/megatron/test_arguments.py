@@ -121,6 +121,15 @@ def test_a_bad_value_ends_the_program_with_a_short_text(argv: list[str], text: s
     assert "usage:" not in error
 
 
+@pytest.mark.parametrize("backend", ["alltoall", "hybridep", "megatron"])
+def test_a_bad_knob_is_told_under_every_backend(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The A/B of one flag must not end at different places."""
+    with pytest.raises(SystemExit) as end:
+        parse("--moe-backend", backend, *MODEL, "--mok-minibatch-size", "100")
+    assert end.value.code == 2
+    assert "minibatch_size=100" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "text"), [(["--mok-bwd-num-comm-sms", "4"], "bwd_num_comm_sms=4: must be 0"), (["--mok-sm-reserve", "131"], "132 SMs")]
 )
