@@ -42,7 +42,8 @@ def test_without_an_environment_it_says_what_to_do(tmp_path: Path) -> None:
 def test_without_megatrons_parser_it_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "torchrun").touch(mode=0o755)
-    (tmp_path / "bin" / "python").symlink_to("/usr/bin/false")
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
     done = subprocess.run(
         [str(ROOT / "scripts" / "ab_cpu.sh")], env={**os.environ, "MOK_VENV": str(tmp_path)}, capture_output=True, text=True, timeout=30
     )
