@@ -23,7 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mok_megatron.bench.command import main as bench
 
         return bench(argv[1:])
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = "; a command line goes behind --" if arguments.command == "doctor" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         return arguments.run(arguments)
     except MoKError as error:

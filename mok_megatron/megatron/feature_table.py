@@ -1,4 +1,4 @@
-"""The rows of the feature table (read by :mod:`mok_megatron.megatron.support`, printed by the README and by doctor)."""
+"""The rows of the feature table (read by :mod:`mok_megatron.megatron.support`, printed in docs/feature-table.md and by doctor)."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ class Feature:
 
     ``names`` are the attributes in Megatron's arguments or TransformerConfig that are looked up, first found; no names: the row
     looks at the values itself. ``applies(value, values)`` says whether the row has something to say; ``shown(values)`` is what a
-    message shows instead of the attribute's value.
+    message shows instead of the attribute's value. ``covers`` are attributes beside those of ``flag`` and ``names`` that its verdict
+    is about.
     """
 
     flag: str
@@ -148,6 +149,12 @@ class Feature:
     reason: str
     applies: Callable[[Any, Values], bool] = _is_set
     shown: Callable[[Values], Any] | None = None
+    covers: tuple[str, ...] = ()
+
+    @property
+    def attributes(self) -> set[str]:
+        """Every attribute that the row is about."""
+        return {_attribute(self.flag), *self.names, *self.covers}
 
 
 def _supported(flag: str, reason: str, *names: str, when: Callable[[Any, Values], bool] = _is_set) -> Feature:
@@ -168,8 +175,15 @@ def _refused(
     return Feature(flag, names or (_attribute(flag),), "refused", reason, when, shown)
 
 
-def _refused_by_rule(flag: str, reason: str, *, when: Callable[[Values], bool], shown: Callable[[Values], Any] | None = None) -> Feature:
-    return Feature(flag, (), "refused", reason, lambda _, values: when(values), shown)
+def _refused_by_rule(
+    flag: str,
+    reason: str,
+    *,
+    when: Callable[[Values], bool],
+    shown: Callable[[Values], Any] | None = None,
+    covers: tuple[str, ...] = (),
+) -> Feature:
+    return Feature(flag, (), "refused", reason, lambda _, values: when(values), shown, covers)
 
 
 def _attribute(flag: str) -> str:
@@ -209,6 +223,7 @@ FEATURES: tuple[Feature, ...] = (
         f"the experts' intermediate size must be a multiple of {CHANNEL_MULTIPLE}",
         when=lambda s: bool(s.num_experts and s.intermediate_size % CHANNEL_MULTIPLE),
         shown=lambda s: s.intermediate_size,
+        covers=("ffn_hidden_size",),
     ),
     _refused(
         "--expert-model-parallel-size",
@@ -277,6 +292,7 @@ FEATURES: tuple[Feature, ...] = (
         "the kernels compute SwiGLU and no other activation",
         when=lambda s: bool(s.num_experts and s.names_activation and s.activation != "swiglu"),
         shown=lambda s: f"off; the activation is {s.activation}",
+        covers=("quick_geglu", "squared_relu"),
     ),
     _supported("--swiglu", "the kernels' activation"),
     _refused("--activation-func-clamp-value", "clamped SwiGLU is not supported", when=lambda v, s: v is not None and v is not False),
@@ -316,6 +332,7 @@ FEATURES: tuple[Feature, ...] = (
             "--moe-router-quantile-balancing-ema",
             "--moe-router-fusion",
             "--moe-input-jitter-eps",
+            "--moe-token-drop-policy",
             "--moe-enable-routing-replay",
         )
     ),
@@ -348,6 +365,7 @@ FEATURES: tuple[Feature, ...] = (
     _refused("--overlap-dispatch-backward-with-experts-wgrad", "weight gradients are part of the one backward kernel"),
     # Memory
     _supported("--recompute-granularity", "full, and selective with module moe: the forward pass runs again"),
+    _supported("--recompute-activations", "short for --recompute-granularity selective"),
     _transparent("--recompute-modules", "moe_act is always recomputed; the others are upstream of the experts"),
     _refused("--moe-paged-stash", "MoK keeps no expert activations that could be stashed"),
     _refused_by_rule(
@@ -357,6 +375,7 @@ FEATURES: tuple[Feature, ...] = (
             s.get("fine_grained_activation_offloading", False) and s.names_in("offload_modules") & {"expert_fc1", "moe_act", "fused_group_mlp"}
         ),
         shown=lambda s: sorted(s.names_in("offload_modules")),
+        covers=("fine_grained_activation_offloading",),
     ),
     _supported("--cpu-offloading", "what a call keeps goes through saved-tensor hooks"),
     _refused_by_rule(
@@ -374,8 +393,13 @@ FEATURES: tuple[Feature, ...] = (
             s.uses_graphs and (s.get("cuda_graph_impl") == "full_iteration" or not s.graph_modules or s.graph_modules - _GRAPHABLE)
         ),
         shown=lambda s: f"{s.get('cuda_graph_impl', 'local')} with {sorted(s.graph_modules) or 'no scope'}",
+        covers=("cuda_graph_modules", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph"),
     ),
     _supported("--cuda-graph-impl", "router and preprocessing in the graph, experts eager", when=lambda v, s: v not in (None, "none")),
+    *(
+        _supported(flag, "attn, mlp, mamba, moe_router and moe_preprocess; no part of the experts", when=lambda v, s: s.uses_graphs)
+        for flag in ("--cuda-graph-modules", "--cuda-graph-scope")
+    ),
     # Gradients and data parallelism
     _supported("--gradient-accumulation-fusion", "main_grad is written by the backward pass, with or without it"),
     _supported("--overlap-grad-reduce", "each expert parameter's hook fires once a backward"),
@@ -393,6 +417,7 @@ FEATURES: tuple[Feature, ...] = (
         "MXFP8 is not supported yet and the other FP8 recipes are not planned; the experts run in BF16 or FP32",
         "fp8",
     ),
+    _transparent("--fp8-recipe", "says how FP8 is done; --fp8-format, which asks for FP8, is refused"),
     _refused("--fp8-param-gather", "quantised expert weights are not supported yet", "fp8_param", "fp8_param_gather"),
     _refused("--fp4-format", "NVFP4 is not supported; the experts run in BF16 or FP32", "fp4"),
     _refused("--te-precision-config-file", "precision of single modules cannot be followed inside the fused experts"),
@@ -416,4 +441,7 @@ FEATURES: tuple[Feature, ...] = (
     _transparent("--optimizer", "parameters, main_grad and hooks are Megatron's"),
     _supported("--inprocess-restart", "workspaces are made anew after a failure"),
 )
-"""Every flag that has to do with the routed experts. What is absent here is outside of them."""
+"""Every flag that has to do with the routed experts, and fields of TransformerConfig that are no flags, spelled as if they were."""
+
+OFF_SWITCHES = ("--disable-bias-linear", "--no-gradient-accumulation-fusion")
+"""How Megatron spells that a row's attribute is off where its parser has no flag that sets it."""

@@ -17,20 +17,27 @@ import torch
 from mok_megatron import build
 from mok_megatron.config import MoKConfig
 from mok_megatron.errors import MoKBuildError, MoKUnsupportedError
-from mok_megatron.megatron.feature_table import FEATURES, MISSING, Feature, Values
+from mok_megatron.megatron.feature_table import FEATURES, MISSING, OFF_SWITCHES, Feature, Values
 
 __all__ = [
     "FEATURES",
+    "NAMED_FLAGS",
     "Feature",
     "Verdict",
     "check_arguments",
     "compute_capability",
+    "join_flags",
     "namespace_from_argv",
     "require_runnable",
     "require_sms",
     "require_supported",
     "split_flags",
 ]
+
+NAMED_FLAGS = frozenset(
+    {feature.flag for feature in FEATURES} | {"--" + name.replace("_", "-") for f in FEATURES for name in f.covers} | {*OFF_SWITCHES}
+)
+"""Flags that the feature table names, as they are spelled on a command line."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +59,36 @@ def check_arguments(argv_or_namespace: Sequence[str] | Any) -> list[Verdict]:
             arguments or a TransformerConfig's fields.
 
     Returns:
-        One entry for each row of the table that applies, and a refusal for each number that is none. For a command line also one
-        for each flag that no row names (``transparent``: outside of the routed experts).
+        One entry for each row of the table that applies, and a refusal for each number that is none; what is refused is not called
+        supported or transparent as well. For a command line also one for each flag that none of these is about: ``supported``
+        where the table has rows for other values of it, else ``transparent``, as it is outside of the routed experts.
     """
     from_command_line = isinstance(argv_or_namespace, (list, tuple))
     source = namespace_from_argv(argv_or_namespace) if from_command_line else argv_or_namespace
     values = Values(source, dict(os.environ), from_command_line=from_command_line)
-    verdicts = [Verdict("--" + name.replace("_", "-"), getattr(source, name), "refused", reason) for name, reason in values.malformed.items()]
-    for feature in FEATURES:
-        value = values.first(*feature.names)
-        if value is MISSING and feature.names:
-            continue
-        if feature.applies(value, values):
-            verdicts.append(Verdict(feature.flag, _shown(feature, value, values), feature.verdict, feature.reason))
+    refusals = [Verdict("--" + name.replace("_", "-"), getattr(source, name), "refused", reason) for name, reason in values.malformed.items()]
+    rows = [feature for feature in FEATURES if _applies(feature, values)]
+    refused = set(values.malformed).union(*(row.attributes for row in rows if row.verdict == "refused"))
+    rows = [row for row in rows if row.verdict == "refused" or not row.attributes & refused]
+    verdicts = refusals + [Verdict(row.flag, _shown(row, values.first(*row.names), values), row.verdict, row.reason) for row in rows]
     if from_command_line:
-        known = {name for feature in FEATURES for name in feature.names}
-        verdicts += [
-            Verdict("--" + name.replace("_", "-"), value, "transparent", "outside of the routed experts")
-            for name, value in vars(source).items()
-            if name not in known and name not in values.malformed
-        ]
+        told = refused.union(*(row.attributes for row in rows))
+        verdicts += [_verdict_without_row(flag, value, name) for name, (flag, value) in _typed(argv_or_namespace).items() if name not in told]
     return sorted(verdicts, key=lambda v: v.verdict != "refused")
+
+
+def _applies(feature: Feature, values: Values) -> bool:
+    value = values.first(*feature.names)
+    return not (value is MISSING and feature.names) and feature.applies(value, values)
+
+
+_NAMED_ATTRIBUTES = set().union(*(feature.attributes for feature in FEATURES))
+
+
+def _verdict_without_row(flag: str, value: Any, name: str) -> Verdict:
+    if name in _NAMED_ATTRIBUTES:
+        return Verdict(flag, value, "supported", "nothing stands against this value")
+    return Verdict(flag, value, "transparent", "outside of the routed experts")
 
 
 def _shown(feature: Feature, value: Any, values: Values) -> Any:
@@ -144,19 +160,33 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
+def join_flags(flags: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """The command line that :func:`split_flags` takes apart into ``flags``."""
+    return [word for flag, texts in flags for word in ([f"{flag}={texts[0]}"] if len(texts) == 1 else [flag, *texts])]
+
+
 def namespace_from_argv(argv: Sequence[str]) -> Namespace:
     """Megatron's flags as attributes, read without Megatron: ``--some-flag 3`` is ``some_flag=3``.
 
     A flag without a value is True; ``--no-x``, ``--disable-x`` and the flags whose attribute has another name are translated.
     """
-    found = Namespace()
+    return Namespace(**{name: False if _switches_off(flag, value) else value for name, (flag, value) in _typed(argv).items()})
+
+
+def _typed(argv: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Each attribute that a command line sets, with the flag as it is spelled there and its value; the last of several holds."""
+    found = {}
     for flag, texts in split_flags(argv):
         value = True if not texts else _parse(texts[0]) if len(texts) == 1 else [_parse(t) for t in texts]
         name = flag[2:].replace("-", "_")
-        if name.startswith(("no_", "disable_")) and value is True:
-            name, value = name.split("_", 1)[1], False
-        setattr(found, _RENAMED.get(name, name), value)
+        if _switches_off(flag, value):
+            name = name.split("_", 1)[1]
+        found[_RENAMED.get(name, name)] = (flag, value)
     return found
+
+
+def _switches_off(flag: str, value: Any) -> bool:
+    return flag.startswith(("--no-", "--disable-")) and value is True
 
 
 _RENAMED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 from types import ModuleType
@@ -22,6 +23,14 @@ def load_script(name: str) -> ModuleType:
 def test_feature_table_is_up_to_date() -> None:
     script = load_script("feature_table")
     assert script.TARGET.read_text() == script.render(), "run python scripts/feature_table.py"
+
+
+def test_feature_table_tells_names_that_are_no_flags() -> None:
+    arguments = pytest.importorskip("megatron.training.arguments", reason="this megatron-core has no parser")
+    flags = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
+    script = load_script("feature_table")
+    named = {feature.flag for feature in script.FEATURES} - {"PYTORCH_ALLOC_CONF"}
+    assert {name for names in script.NO_FLAGS.values() for name in names} == named - set(flags)
 
 
 def test_readme_names_every_knob() -> None:

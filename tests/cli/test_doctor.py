@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mok_megatron import doctor
+from mok_megatron.megatron import compat
 from tests.cli.conftest import ROOT, Result, write_tree
 
 Mok = Callable[..., Result]
@@ -184,6 +185,132 @@ def test_a_refused_group_is_not_called_supported_as_well() -> None:
     assert [flag["verdict"] for flag in flags if flag["flag"] == "--expert-model-parallel-size"] == ["refused"]
 
 
+HAS_PARSER = compat.find_module("megatron.training.arguments") is not None
+with_parser = pytest.mark.skipif(not HAS_PARSER, reason="this megatron-core has no parser")
+MISTYPED = {"--moe-bakend=mok": "--moe-backend", "--swigl": "--swiglu", "--num-expert=9": "--num-experts", "--num_experts=8": "--num-experts"}
+
+
+def verdicts_on(*command: str) -> dict[str, tuple[str, str]]:
+    return {verdict["flag"]: (verdict["verdict"], verdict["reason"]) for verdict in doctor.judge(command)}
+
+
+@pytest.mark.parametrize("before", [[], ["pretrain_gpt.py"]])
+def test_a_flag_that_megatron_does_not_have_is_not_called_transparent(before: list[str]) -> None:
+    found = verdicts_on(*before, *GOOD[5:], *MISTYPED, "--typo-x")
+    for word, meant in [*MISTYPED.items(), ("--typo-x", "")]:
+        verdict, reason = found[word.split("=")[0]]
+        assert verdict == ("refused" if HAS_PARSER else "unknown")
+        assert ("Megatron has no such flag" if HAS_PARSER else "unknown to this Megatron-Core and to MoK; not judged") in reason
+        assert reason.endswith(f"; is {meant} meant?") if meant else "meant" not in reason
+    assert found["--num-experts"][0] == "supported"
+
+
+def test_exit_code_and_last_line_of_a_mistyped_flag(mok: Mok) -> None:
+    result = mok("doctor", *GOOD, "--moe-bakend=mok")
+    assert result.code == (1 if HAS_PARSER else 0), result
+    assert result.out.splitlines()[-1].startswith("MoK cannot be used" if HAS_PARSER else "MoK can be used; not judged: --moe-bakend")
+
+
+@with_parser
+def test_every_flag_of_megatrons_parser_is_let_through() -> None:
+    from argparse import ArgumentParser
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    flags = [flag for flag in add_megatron_arguments(ArgumentParser())._option_string_actions if flag.startswith("--")]
+    assert len(flags) > 400
+    found = doctor.judge(["pretrain_gpt.py", *flags])
+    assert [verdict for verdict in found if "no such flag" in verdict["reason"] or verdict["verdict"] == "unknown"] == []
+
+
+def test_fields_of_megatron_cores_configs_are_known_without_its_parser() -> None:
+    found = verdicts_on(*GOOD[1:], "--lr", "1e-4", "--num-layers", "2", "--no-bias-dropout-fusion")
+    assert {found[flag] for flag in ("--lr", "--num-layers", "--no-bias-dropout-fusion")} == {("transparent", "outside of the routed experts")}
+
+
+SCRIPT = """
+from megatron.training import pretrain
+from my_flags import add_flags
+pretrain(None, extra_args_provider=add_flags)
+"""
+FLAGS = """
+from dataclasses import dataclass
+from .more import add_more
+@dataclass
+class Settings:
+    window_of_mine: int = 3
+def add_flags(parser):
+    parser.add_argument("--flag-of-mine")
+    for name in ("a", "b"):
+        parser.add_argument(f"--vision-{name}")
+"""
+
+
+def test_flags_that_a_script_adds_are_found_in_its_source(tmp_path: Path) -> None:
+    more = "def add_more(parser):\n    parser.add_argument('--more')\n"
+    site = write_tree(tmp_path, {"train.py": SCRIPT, "my_flags/__init__.py": FLAGS, "my_flags/more.py": more})
+    added = ["--flag-of-mine", "--vision-a", "--window-of-mine", "--more"]
+    found = verdicts_on("torchrun", str(site / "train.py"), *GOOD[5:], *added, "--flag-of-mime", "3")
+    for flag in added:
+        assert found[flag][0] == "unknown" and "train.py seems to add it" in found[flag][1]
+    assert found["--flag-of-mime"][0] == ("refused" if HAS_PARSER else "unknown")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import argparse\nargparse.ArgumentParser()\n",
+        "from megatron.training import get_args\n",
+        "from megatron.training.arguments import parse_args\nparse_args(ignore_unknown_args=True)\n",
+        "import sys\nfrom megatron.training import pretrain\nsys.argv = sys.argv[:1]\n",
+        "this is no Python",
+    ],
+)
+def test_a_script_that_may_take_any_flag_gets_no_refusal(tmp_path: Path, script: str) -> None:
+    path = write_tree(tmp_path, {"train.py": script}) / "train.py"
+    assert verdicts_on(str(path), *GOOD[5:], "--typo-x")["--typo-x"][0] == "unknown"
+
+
+@pytest.mark.parametrize("before", [["train.py"], ["torchrun", "-m", "train"], ["pretrain_gpt.py", "--export-quant-cfg=x"]])
+def test_a_script_that_cannot_be_read_gets_no_refusal(before: list[str]) -> None:
+    flags = GOOD[5:] if before[0] == "pretrain_gpt.py" else [*GOOD[5:], "--flag-of-mine"]
+    found = verdicts_on(*before, *flags)
+    assert "refused" not in {verdict for verdict, _ in found.values()}
+    assert [verdict for verdict, _ in found.values()].count("unknown") == 1
+
+
+def test_a_megatron_that_cannot_be_imported_refuses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_tree(tmp_path, {"sitecustomize.py": "import sys; sys.modules['megatron'] = None"})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    doctor._megatron_flags.cache_clear()
+    try:
+        assert verdicts_on(*GOOD[1:], "--lr", "3")["--lr"][0] == "unknown"
+    finally:
+        doctor._megatron_flags.cache_clear()
+
+
+def test_a_command_line_without_its_dashes_is_told_how(mok: Mok) -> None:
+    result = mok("doctor", "pretrain_gpt.py", "--swiglu")
+    assert result.code == 2
+    assert result.err.splitlines()[-1].endswith("unrecognized arguments: --swiglu; a command line goes behind --")
+    assert "behind" not in mok("demo", "--swiglu").err
+
+
+def test_knobs_that_do_not_go_together_are_not_called_supported() -> None:
+    found = verdicts_on(*GOOD[1:], "--mok-minibatch-size", "256", "--mok-macrobatch-size", "384")
+    assert [flag for flag in found if flag.startswith("--mok")] == ["--mok-minibatch-size=256 --mok-macrobatch-size=384"]
+
+
+def test_two_reasons_against_a_flag_stand_in_one_line() -> None:
+    lines = [
+        v
+        for v in doctor.judge(["pretrain_gpt.py", *GOOD[5:], "--expert-model-parallel-size", "9"])
+        if v["flag"] == "--expert-model-parallel-size"
+    ]
+    (line,) = lines
+    assert "at most 8 ranks" in line["reason"] and "a multiple of the expert-parallel size" in line["reason"]
+
+
 def test_a_model_without_experts_is_told(mok: Mok) -> None:
     bare = ["doctor", "--", "pretrain_gpt.py", "--no-gradient-accumulation-fusion"]
     assert "no MoE layer" in mok(*bare).out
@@ -218,7 +345,7 @@ def test_f_t5_supported_command_line(mok: Mok) -> None:
     assert result.code == 0, result
     for promised in ("expert-parallel sizes: 1 to 8", "hidden size: a multiple of 64", "precision: BF16, on the CPU", "links: "):
         assert promised in result.out
-    assert "supported   --num-experts 8" in result.out
+    assert "supported --num-experts 8" in result.out
     assert "refused " not in result.out
     assert "--nproc-per-node" not in result.out  # the launcher's flags are not Megatron's
 

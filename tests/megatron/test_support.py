@@ -124,7 +124,13 @@ def test_every_refusing_row_has_a_test() -> None:
 
 @pytest.mark.parametrize("feature", [f for f in FEATURES if f.verdict != "refused" and f.flag != "--swiglu"], ids=lambda f: f.flag)
 def test_every_other_row_applies_to_its_flag(feature: Any) -> None:
-    value = {"--cuda-graph-impl": "local --cuda-graph-modules moe_router"}.get(feature.flag, "3")
+    value = {
+        "--cuda-graph-impl": "local --cuda-graph-modules moe_router",
+        "--cuda-graph-modules": "moe_router --cuda-graph-impl local",
+        "--cuda-graph-scope": "attn --cuda-graph-impl local",
+        "--expert-model-parallel-size": "4",
+        "--moe-latent-size": "64",
+    }.get(feature.flag, "3")
     found = support.check_arguments(merged(f"{feature.flag} {value}"))
     assert (feature.flag, feature.verdict, feature.reason) in {(v.flag, v.verdict, v.reason) for v in found}
     assert feature.reason
@@ -154,6 +160,50 @@ def test_what_the_table_does_not_name_is_outside_of_the_experts() -> None:
     (verdict,) = [v for v in support.check_arguments(merged("--lr 1e-4")) if v.flag == "--lr"]
     assert (verdict.verdict, verdict.value) == ("transparent", 1e-4)
     assert "outside" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("added", "flag"),
+    [
+        ("--moe-router-topk 40", "--moe-router-topk"),
+        ("--expert-model-parallel-size 3", "--expert-model-parallel-size"),
+        ("--num-experts 1024", "--num-experts"),
+        ("--moe-latent-size 100", "--moe-latent-size"),
+        ("--cuda-graph-impl local --cuda-graph-scope moe", "--cuda-graph-impl"),
+        ("--cuda-graph-impl full_iteration --cuda-graph-modules attn", "--cuda-graph-impl"),
+    ],
+)
+def test_what_is_refused_is_said_nothing_else_of(added: str, flag: str) -> None:
+    found = [(v.flag, v.verdict) for v in support.check_arguments(merged(added))]
+    about = {flag, *(word for word in added.split() if word.startswith("--"))}
+    assert [pair for pair in found if pair[0] in about] == [(flag, "refused")]
+
+
+def test_a_refused_default_is_told_in_place_of_the_flag_it_comes_from() -> None:
+    line = "--num-experts 8 --swiglu --disable-bias-linear --hidden-size 256 --ffn-hidden-size 100"
+    found = [(v.flag, v.value, v.verdict) for v in support.check_arguments(line.split()) if v.flag.endswith("ffn-hidden-size")]
+    assert found == [("--moe-ffn-hidden-size", 100, "refused")]
+
+
+def test_every_flag_has_one_line() -> None:
+    good = f"{GOOD} --transformer-impl local --no-gradient-accumulation-fusion --ffn-hidden-size 64 --tensor-model-parallel-size 1"
+    good += " --cuda-graph-modules attn --no-save-optim --lr 1 --recompute-activations --moe-token-drop-policy probs"
+    typed = sorted(word for word in good.split() if word.startswith("--"))
+    found = support.check_arguments(good.split())
+    assert sorted(v.flag for v in found) == typed
+    passed = {v.flag for v in found if v.reason == "nothing stands against this value"}
+    assert {"--hidden-size", "--transformer-impl", "--no-gradient-accumulation-fusion", "--cuda-graph-modules"} <= passed
+    assert {v.flag for v in found if "outside" in v.reason} == {"--no-save-optim", "--lr"}
+
+
+def test_a_command_line_comes_back_from_its_flags() -> None:
+    words = ["--a=1", "--b", "--c", "2", "3", "--d=", "--e=x=y"]
+    flags = support.split_flags(words)
+    assert (
+        support.split_flags(support.join_flags(flags))
+        == flags
+        == [("--a", ["1"]), ("--b", []), ("--c", ["2", "3"]), ("--d", [""]), ("--e", ["x=y"])]
+    )
 
 
 def test_a_dense_model_has_nothing_to_refuse() -> None:
