@@ -3,10 +3,11 @@
 # After ./scripts/quickstart.sh; needs Python 3.12 or 3.13 there (Megatron's parser is not in the package for 3.11). More flags may follow.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$ROOT/scripts/environment.sh"
 VENV=${MOK_VENV:-$ROOT/.venv}
-[ -x "$VENV/bin/torchrun" ] || { echo "ab_cpu.sh: there is no $VENV/bin/torchrun; run ./scripts/quickstart.sh first" >&2; exit 2; }
+[ -x "$VENV/bin/torchrun" ] || die "there is no $VENV/bin/torchrun; run ./scripts/quickstart.sh first"
 "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("megatron") and u.find_spec("megatron.training")))' ||
-    { echo "ab_cpu.sh: $VENV has no Megatron with its parser (megatron.training); make it with Python 3.12 or 3.13" >&2; exit 2; }
+    die "$VENV has no Megatron with its parser (megatron.training); make it with Python 3.12 or 3.13"
 
 flags=(
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --vocab-size 63

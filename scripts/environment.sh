@@ -5,15 +5,13 @@
 #   MOK_VENV    folder of the virtual environment; default: .venv in the repository
 #   MOK_CUDA    0: build no kernels; default: 0 where there is no GPU, else what setup.py finds
 
-die() {
-    echo "$(basename "$0"): $*" >&2
-    exit 2
+end() { # end CODE TEXT
+    echo "$(basename "$0"): ${*:2}" >&2
+    exit "$1"
 }
 
-fail() { # where nothing was wrong with what was asked for
-    echo "$(basename "$0"): $*" >&2
-    exit 3
-}
+die() { end 2 "$@"; }  # something is wrong with what was asked for, or missing
+fail() { end 3 "$@"; } # nothing is, and yet it did not work
 
 python_version() { # prints "3.12" for an interpreter that runs; fails for one that does not (such as an idle pyenv shim)
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null

@@ -132,8 +132,8 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Row] = {}
-    result: dict[str, Any] = {"shape": name, "tokens": options.tokens, "ranks": dist.get_world_size(), "router fusion": options.router_fusion}
-    result["backends"] = {}
+    setting = {"shape": name, "tokens": options.tokens, "ranks": dist.get_world_size(), "router fusion": options.router_fusion}
+    result: dict[str, Any] = {**setting, "backends": {}}
     for backend in options.backends:
         try:
             rows[backend] = Row(backend, SHAPES[name], options)

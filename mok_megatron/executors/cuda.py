@@ -127,6 +127,17 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def launch(function: Callable[..., int], device: torch.device, *words: int) -> int:
+    """What a function of the library returns that launches with these words on the device's current stream."""
+    index = device.index
+    if torch._C._cuda_getDevice() == index:
+        # Not torch.cuda.current_stream(): the object that it makes costs several times the launch's own words.
+        return function(*words, torch._C._cuda_getCurrentRawStream(index))
+    # The runtime launches on the thread's current device.
+    with torch.cuda.device(device):
+        return function(*words, torch._C._cuda_getCurrentRawStream(index))
+
+
 class CallBlock:
     """The argument block of one kernel call: 64-bit words with names. Attributes: address."""
 
@@ -246,8 +257,6 @@ class CudaExecutor:
         self._rings = (ring_activation, ring_weights)
         self._peers = peers = [rank.pointers() for rank in memory]
         self._layout = ScheduleLayout(shape.capacity_rows, experts, shape.topk)
-        # Looked up once: the object that torch.cuda.current_stream() makes costs several times the launch's own words.
-        self._raw_stream, self._current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
         common = {"rank": shape.rank, "ep_size": shape.ep_size, "topk": shape.topk, "num_local_experts": experts}
         shared = {"state": self._state.data_ptr(), "fault": self.fault.data_ptr()}
         self._backward_memory: BackwardMemory | None = None
@@ -308,13 +317,7 @@ class CudaExecutor:
         }
 
     def _launch(self, function: Callable[[int, int], int], block: CallBlock) -> None:
-        index = self.device.index
-        if self._current_device() == index:
-            code = function(block.address, self._raw_stream(index))
-        else:
-            # The runtime launches on the thread's current device.
-            with torch.cuda.device(self.device):
-                code = function(block.address, self._raw_stream(index))
+        code = launch(function, self.device, block.address)
         if code >= _MISALIGNED:
             matrix, index = divmod(code - _MISALIGNED, 1000)
             raise MoKArgumentError(f"{('w13', 'w2')[matrix]}[{index}]: address must be a multiple of {ALIGNMENT}")

@@ -136,10 +136,10 @@ def check_own_flags(argv: Sequence[str]) -> list[support.Verdict]:
     """
     parser = _RaisingParser(add_help=False, allow_abbrev=False)
     _add_flags(parser)
-    own = [(flag, texts) for flag, texts in support.split_flags(argv) if flag.startswith("--mok-") or flag == "--moe-backend"]
+    own = [(flag, texts) for flag, texts in support.split_flags(argv) if support.is_own(flag)]
     verdicts, words = [], []
     for flag, texts in own:
-        given = [f"{flag}={texts[0]}"] if len(texts) == 1 else [flag, *texts]
+        given = support.join_flags([(flag, texts)])
         words += given
         verdicts.append(_own_verdict(flag, " ".join(texts) or "True", _fault_of_own_flags(parser, given)))
     if all(verdict.verdict != "refused" for verdict in verdicts) and (fault := _fault_of_own_flags(parser, words)):

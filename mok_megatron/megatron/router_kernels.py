@@ -14,19 +14,14 @@ from torch.autograd.function import once_differentiable
 
 from mok_megatron.config import MAX_TOPK
 from mok_megatron.errors import MoKArgumentError, MoKError
-from mok_megatron.executors.cuda import kernel_library
+from mok_megatron.executors.cuda import kernel_library, launch
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """Their numbers in csrc/kernels/launch.h."""
 
 
 def _launch(function: Callable[..., int], device: torch.device, *words: int) -> None:
-    if torch._C._cuda_getDevice() == device.index:
-        code = function(*words, torch._C._cuda_getCurrentRawStream(device.index))
-    else:
-        # The runtime launches on the thread's current device.
-        with torch.cuda.device(device):
-            code = function(*words, torch._C._cuda_getCurrentRawStream(device.index))
+    code = launch(function, device, *words)
     if code != 0:
         raise MoKError(f"{function.__name__} failed with CUDA error {code}")
 

@@ -26,6 +26,7 @@ __all__ = [
     "Verdict",
     "check_arguments",
     "compute_capability",
+    "is_own",
     "join_flags",
     "namespace_from_argv",
     "require_runnable",
@@ -158,6 +159,11 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif found and takes_more:
             found[-1][1].append(word)
     return found
+
+
+def is_own(flag: str) -> bool:
+    """Whether a flag is one of MoK's own."""
+    return flag == "--moe-backend" or flag.startswith("--mok-")
 
 
 def join_flags(flags: Sequence[tuple[str, list[str]]]) -> list[str]:

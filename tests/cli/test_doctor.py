@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mok_megatron import doctor
+from mok_megatron import doctor, foreign_flags
 from mok_megatron.megatron import compat
 from tests.cli.conftest import ROOT, Result, write_tree
 
@@ -282,11 +282,11 @@ def test_a_script_that_cannot_be_read_gets_no_refusal(before: list[str]) -> None
 def test_a_megatron_that_cannot_be_imported_refuses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_tree(tmp_path, {"sitecustomize.py": "import sys; sys.modules['megatron'] = None"})
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    doctor._megatron_flags.cache_clear()
+    foreign_flags.megatron_flags.cache_clear()
     try:
         assert verdicts_on(*GOOD[1:], "--lr", "3")["--lr"][0] == "unknown"
     finally:
-        doctor._megatron_flags.cache_clear()
+        foreign_flags.megatron_flags.cache_clear()
 
 
 def test_a_command_line_without_its_dashes_is_told_how(mok: Mok) -> None:

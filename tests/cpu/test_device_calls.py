@@ -311,7 +311,7 @@ def test_a_launch_is_on_the_workspaces_device_wherever_the_thread_is(device: Stu
     monkeypatch.setattr(torch.cuda, "device", lambda d: entered.append(d) or contextlib.nullcontext())
     functional.build_schedule(device.workspace, device.config, _routes())
     assert not entered
-    device.workspace.executor._current_device = lambda: 3
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3)
     functional.build_schedule(device.workspace, device.config, _routes())
     assert entered == [device.workspace.device]
 

@@ -114,25 +114,18 @@ class Machine:
     def run(self, rng: random.Random) -> None:
         """Until every worker is through. Some are slow: seldom picked while others can move."""
         left = {worker: rng.choice([1.0, 1.0, 0.02]) for worker in self.workers}
+
+        def moves(worker: Iterator[bool]) -> bool:
+            try:
+                return next(worker)
+            except StopIteration:
+                del left[worker]
+                return True
+
         while left:
-            moved = False
-            for worker, speed in rng.sample(list(left.items()), len(left)):
-                if rng.random() > speed:
-                    continue
-                try:
-                    moved |= next(worker)
-                except StopIteration:
-                    del left[worker]
-                    moved = True
+            moved = [moves(worker) for worker, speed in rng.sample(list(left.items()), len(left)) if rng.random() <= speed]
             # Only when nobody at all can move is it a deadlock.
-            if not moved and left:
-                for worker in list(left):
-                    try:
-                        moved |= next(worker)
-                    except StopIteration:
-                        del left[worker]
-                        moved = True
-                assert moved, "nobody can move"
+            assert any(moved) or not left or any([moves(worker) for worker in list(left)]), "nobody can move"
 
 
 class Cta:
