@@ -50,9 +50,14 @@ struct ConsumerPipeline {
   PipelineState at;
   uint32_t warpgroup, lane;
 
-  template <Major kMajorA, Major kMajorB, bool kAccumulate = false>
+  template <Major kMajorA, Major kMajorB>
   __device__ __forceinline__ void multiply(float (&accumulators)[128], int iterations) {
-    multiply_operands<kMajorA, kMajorB, kAccumulate>(accumulators, stages, full, empty, at, iterations, warpgroup, lane);
+    multiply_operands<kMajorA, kMajorB, false, false>(accumulators, stages, full, empty, at, iterations, kStageSteps, warpgroup, lane);
+  }
+
+  // Rows of an expert along K, added to what the accumulators hold.
+  __device__ __forceinline__ void add_rows(float (&accumulators)[128], int iterations, int last_steps) {
+    multiply_operands<kMajorMn, kMajorMn, true, true>(accumulators, stages, full, empty, at, iterations, last_steps, warpgroup, lane);
   }
 };
 
@@ -138,7 +143,7 @@ __device__ __forceinline__ void run_wgrad(const BackwardParams& params, const Ti
 #pragma unroll
     for (int i = 0; i < 128; ++i) accumulators[i] = 0.0f;
   }
-  pipeline.multiply<kMajorMn, kMajorMn, true>(accumulators, tile.iterations);
+  pipeline.add_rows(accumulators, tile.iterations, tile.last_steps);
   staging = opaque(staging);
   lane = opaque(lane);
   if (!tile.store) return;

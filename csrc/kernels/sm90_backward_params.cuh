@@ -2,6 +2,7 @@
 // pointer.
 #pragma once
 
+#include "../mma/sm90_operands.cuh"
 #include "../ptx/sm90.cuh"
 #include "../task/stream.h"
 #include "launch.h"
@@ -21,7 +22,8 @@ struct alignas(16) BackwardRecord {
   int32_t valid_rows;  // of the block from its first row on, unpadded; weight gradients: rows of the weight from the tile's first one on
   int32_t macrobatch;
   int32_t num_rows;
-  int32_t stages;  // weight gradients: of 64 rows each
+  int32_t stages;      // weight gradients: of 64 rows each
+  int32_t last_steps;  // and of 16 rows each, in the last stage
   int32_t continues;
   int32_t continued;
   int64_t first_row;
@@ -88,8 +90,10 @@ __device__ __forceinline__ BackwardRecord make_backward_record(const Plan& plan,
       record.ring_block = static_cast<int32_t>(plan.ring_block(task.first_block));
       const int64_t last = task.first_block + task.num_blocks - 1;
       const int64_t rows = expert_rows[task.expert] - (last * kBlockRows - plan.expert_row_offsets[task.expert]);
-      // Half a block of padding adds nothing, whatever lies there.
+      // Padding adds nothing, whatever lies there. `rows` may go on behind the block: then it is full.
       record.stages = static_cast<int32_t>(2 * task.num_blocks - (rows <= kBlockRows / 2 ? 1 : 0));
+      const int64_t last_rows = rows <= kBlockRows / 2 ? rows : rows - kBlockRows / 2;
+      record.last_steps = static_cast<int32_t>(ceil_div(min_of(last_rows, kStageK), kStepK));
     }
   } else if (task.expert >= 0) {
     record.valid_rows = rows_from_block(plan, expert_rows, task.expert, task.block);

@@ -17,6 +17,7 @@ struct Tile {
   TileKind kind;
   Share share;
   int32_t iterations;  // stages to walk; both CTAs of a cluster walk as many
+  int32_t last_steps;  // weight gradients: of 16 rows each, in the last stage
   int32_t expert;
   int32_t tile_m;
   int32_t tile_n;
@@ -120,6 +121,7 @@ struct BackwardScheduler : Scheduler<BackwardScheduler, BackwardParams, Shared, 
     tile.kind = kind_of(task, tile.grad);
     tile.share = share;
     tile.iterations = iterations_of(task);
+    tile.last_steps = task.last_steps;
     tile.expert = task.expert;
     tile.tile_m = task.tile_m;
     tile.tile_n = task.tile_n;
