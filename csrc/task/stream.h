@@ -4,8 +4,9 @@
 // the last wave of a first GEMM, and what second GEMMs push to peers is spread between first GEMMs, which push nothing. At the end of a
 // macrobatch its last second GEMMs come before anything of the next one: a ring that holds few minibatches would otherwise wait for itself.
 // The backward's weight gradients follow its other GEMMs. Where experts have few rows, those of the experts that ended kWgradLag minibatches
-// before stand between the GEMMs of a minibatch's place: the ones read and write memory while the others multiply. A task waits only for tasks
-// of lower order, or for a peer.
+// before stand between the GEMMs of a minibatch's place: the ones read and write memory while the others multiply. For the same reason the
+// backward's final sums stand between the last weight gradients, behind the first half of them: by then the peers' rows are there. A task waits
+// only for tasks of lower order, or for a peer.
 #pragma once
 
 #include <cstdint>
@@ -106,6 +107,18 @@ MOK_HOST_DEVICE int64_t segment_order(const PassShape& shape, int64_t walk, int6
 
 MOK_HOST_DEVICE int64_t closing_order(const Plan& plan, int64_t segment, int64_t index) {
   return ((plan.num_macrobatches * macro_segments(plan.shape) + segment) << kOrderShift) + index;
+}
+
+// Places of a macrobatch of the backward.
+MOK_HOST_DEVICE int64_t backward_places(const Plan& plan, int64_t macro) {
+  const int64_t minibatches = plan.minibatches(macro);
+  return (minibatches == 0 ? 1 : minibatches) + kLastLag;
+}
+
+// Before all tasks of the last place of a backward.
+MOK_HOST_DEVICE int64_t last_place_order(const Plan& plan) {
+  const int64_t macro = plan.num_macrobatches - 1;
+  return segment_order(plan.shape, macro, backward_places(plan, macro) - 1, kFetchX, 0);
 }
 
 // Places are given as constants, in order: with an index that it has to work out, a device would keep the task on its stack.
@@ -300,7 +313,6 @@ MOK_HOST_DEVICE void fill_wgrad(const Plan& plan, Task& task, int64_t macro, int
 MOK_HOST_DEVICE void fill_reduce(const Plan& plan, Task& task, int64_t index) {
   task.kind = TaskKind::kReduce;
   task.peer_wait = PeerWait::kDone;
-  task.order = closing_order(plan, 1, index);
   task.first_row = index * kReduceTokens;
   task.num_rows = min_of(kReduceTokens, plan.shape.num_tokens - task.first_row);
 }
@@ -311,6 +323,7 @@ MOK_HOST_DEVICE Task forward_compute_task(const Plan& plan, int64_t ticket) {
   const int64_t gemm_tasks = plan.num_blocks * per_block;
   if (ticket >= gemm_tasks) {
     fill_reduce(plan, task, ticket - gemm_tasks);
+    task.order = closing_order(plan, 1, ticket);
     return task;
   }
   // Walked from the last macrobatch, the only one that may be partial, to the first, whose activations are what is kept.
@@ -353,8 +366,7 @@ MOK_HOST_DEVICE BackwardPlace tickets_before(const Plan& plan, int64_t macro, co
 
 // The last place that begins at or before a ticket of the macrobatch.
 MOK_HOST_DEVICE int64_t backward_place(const Plan& plan, int64_t macro, const ExpertRange& experts, int64_t ticket) {
-  const int64_t minibatches = plan.minibatches(macro);
-  int64_t lo = 0, hi = (minibatches == 0 ? 1 : minibatches) + kLastLag;
+  int64_t lo = 0, hi = backward_places(plan, macro);
   while (hi - lo > 1) {
     const int64_t mid = (lo + hi) / 2;
     if (tickets_before(plan, macro, experts, mid).total() <= ticket) {
@@ -368,11 +380,7 @@ MOK_HOST_DEVICE int64_t backward_place(const Plan& plan, int64_t macro, const Ex
 
 MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
   Task task;
-  const int64_t tile_tasks = plan.macro_compute_offset[plan.num_macrobatches];
-  if (ticket >= tile_tasks) {
-    fill_reduce(plan, task, ticket - tile_tasks);
-    return task;
-  }
+  const int64_t last_tile = plan.macro_compute_offset[plan.num_macrobatches] - 1;  // an expert has weight-gradient tiles
   int64_t lo = 0, hi = plan.num_macrobatches;
   while (hi - lo > 1) {
     const int64_t mid = (lo + hi) / 2;
@@ -385,10 +393,21 @@ MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
   const int64_t macro = lo, number = ticket;
   ticket -= plan.macro_compute_offset[macro];
   const ExpertRange experts = {plan.macro_first_expert(macro), plan.macro_end_expert(macro)};
-  const int64_t place = backward_place(plan, macro, experts, ticket);
+  const int64_t place = backward_place(plan, macro, experts, min_of(ticket, last_tile - plan.macro_compute_offset[macro]));
   const BackwardPlace before = tickets_before(plan, macro, experts, place), after = tickets_before(plan, macro, experts, place + 1);
   ticket -= before.total();
   task.order = segment_order(plan.shape, macro, place, kFront, ticket);
+  if (macro == plan.num_macrobatches - 1 && place == backward_places(plan, macro) - 1) {
+    const int64_t wgrads = after.wgrad - before.wgrad, head = wgrads / 2;
+    const MergedPosition at = ticket < head ? MergedPosition{false, ticket - head}
+                                            : merged_position(number - ticket + head, ticket - head, wgrads - head, plan.reduce_tasks);
+    if (at.second) {
+      fill_reduce(plan, task, at.index);
+    } else {
+      fill_wgrad(plan, task, macro, before.wgrad + head + at.index);
+    }
+    return task;
+  }
   const int64_t order = task.order, replays = after.replay - before.replay, fronts = replays + after.dgrad2 - before.dgrad2;
   const MergedPosition at = merged_position(number - ticket, ticket, fronts + after.dgrad1 - before.dgrad1, after.wgrad - before.wgrad);
   if (at.second) {
@@ -426,7 +445,8 @@ MOK_HOST_DEVICE Task comm_task(const Plan& plan, int64_t ticket) {
   if (ticket == plan.comm_tasks - 1) {
     task.kind = TaskKind::kSignalDone;
     task.stream = Stream::kComm;
-    task.order = detail::closing_order(plan, 0, 0);
+    // The backward's final sums, which wait for it, stand in the place behind the last pushes.
+    task.order = plan.shape.pass == Pass::kBackward ? detail::last_place_order(plan) : detail::closing_order(plan, 0, 0);
     detail::set_wait(task, 0, plan.transfers_done(), 1, plan.transfers);
     return task;
   }

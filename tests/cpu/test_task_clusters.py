@@ -43,6 +43,7 @@ class Machine:
         self.shape, self.frozen = shape, frozen
         self.compute, self.comm, num_counters = streams(shape, blocks)
         self.counters = [0] * num_counters
+        self.signalled = False  # to the peers, which are as far as this rank: the final sums wait for their signal
         self.compute_tickets, self.comm_tickets = itertools.count(0, 2), itertools.count()
         self.workers: list[Iterator[bool]] = [self.fetch() for _ in range(fetchers)]
         for _ in range(clusters):
@@ -52,6 +53,8 @@ class Machine:
                 self.workers += [self.schedule(rank, ctas, mail), self.consume(ctas[rank], ctas[1 - rank])]
 
     def ready(self, task: Task) -> bool:
+        if task.kind is TaskKind.REDUCE and not self.signalled:
+            return False
         return all(self.counters[i] >= wait.target for wait in task.waits for i in range(wait.first, wait.first + wait.count))
 
     def bump(self, task: Task) -> None:
@@ -64,6 +67,7 @@ class Machine:
             while not self.ready(self.comm[ticket]):
                 yield False
             self.bump(self.comm[ticket])
+            self.signalled |= self.comm[ticket].kind is TaskKind.SIGNAL_DONE
             yield True
 
     def schedule(self, rank: int, ctas: tuple[Cta, Cta], mail: deque[int]) -> Iterator[bool]:

@@ -157,3 +157,22 @@ def test_a_replay_is_a_minibatch_ahead_of_what_waits_for_it(seed: int) -> None:
     for macro, place in replayed:
         if (macro, place + 1) in replayed:
             assert replayed[macro, place + 1] < firsts[macro, place]
+
+
+@pytest.mark.parametrize("blocks", [[4] * 12, [13] * 12, [0] * 12, [3, 0, 30, 0]])
+def test_final_sums_of_a_backward_stand_between_the_last_weight_gradients(blocks: list[int]) -> None:
+    """Behind half of those of the last place, and evenly: they wait for memory, and for peers."""
+    shape = PassShape(Pass.BACKWARD, 1, 2, 32 * 40, 512, 512, len(blocks), 8, 8 * 60, sum(blocks))
+    compute, comm, _ = streams(shape, blocks)
+    kinds = [task.kind for task in compute]
+    first = kinds.index(TaskKind.REDUCE)
+    others = [kind for kind in kinds[first:] if kind is not TaskKind.REDUCE]
+    assert set(others) <= {TaskKind.WGRAD2, TaskKind.WGRAD13, TaskKind.ZERO}
+    dgrads = [at for at, kind in enumerate(kinds) if kind in (TaskKind.DGRAD1, TaskKind.DGRAD2)]
+    behind = len(kinds) - 40 - (dgrads[-1] + 1 if dgrads else 0)  # a few of them of the place before
+    assert behind // 3 <= len(others) <= behind // 2 + 1
+    quarters = [
+        kinds[first + i * (len(kinds) - first) // 4 : first + (i + 1) * (len(kinds) - first) // 4].count(TaskKind.REDUCE) for i in range(4)
+    ]
+    assert sum(quarters) == 40 and min(quarters) >= 7, quarters
+    assert comm[-1].kind is TaskKind.SIGNAL_DONE and comm[-1].order < compute[first].order
