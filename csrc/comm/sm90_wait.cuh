@@ -50,6 +50,9 @@ static __device__ __noinline__ void abort_pass(const WaitContext& context, int64
 constexpr uint32_t kPollsPerLook = 64;
 // A local counter waits longer than a flag of a peer: the wait that can name the missing rank must be the one that reports.
 constexpr int64_t kCounterGrace = 3'000'000'000;
+// And the flag that a peer is done longer than the one that it is there: final sums may be waited for from a pass's start on, where the tasks
+// before them have no rows, and whoever waits for a missing rank, this one too, is not done either. They are not missing.
+constexpr int64_t kDoneGrace = kCounterGrace / 2;
 
 // A waiter with nothing else to do.
 struct Idle {
@@ -81,6 +84,7 @@ __device__ __forceinline__ bool wait_counter(const WaitContext& context, const u
 template <typename Meanwhile = Idle>
 __device__ __forceinline__ bool wait_peers(const WaitContext& context, int flag, int64_t phase, Meanwhile meanwhile = {}) {
   const int64_t* rows = reinterpret_cast<const int64_t*>(context.peers->flags[context.rank]);
+  const int64_t limit = context.timeout_nanoseconds + (phase == kPhaseDone ? kDoneGrace : 0);
   uint64_t start = 0;
   for (int64_t peer = 0; peer < context.ep_size; ++peer) {
     for (uint32_t polls = 1;; ++polls) {
@@ -89,7 +93,7 @@ __device__ __forceinline__ bool wait_peers(const WaitContext& context, int flag,
         if (pass_aborted(context)) return false;
         const uint64_t now = ptx::global_nanoseconds();
         if (start == 0) start = now;
-        const bool late = static_cast<int64_t>(now - start) > context.timeout_nanoseconds;
+        const bool late = static_cast<int64_t>(now - start) > limit;
         int64_t missing = 0, seen = 0, reported = 0;
         for (int64_t other = 0; other < context.ep_size; ++other) {
           const int64_t* row = rows + other * kFlagWords;

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mok_megatron import ops
-from mok_megatron.ops import Pass, PassShape, Stream, Task, TaskKind
+from mok_megatron.ops import Pass, PassShape, PeerWait, Stream, Task, TaskKind
 
 TILES = ops.tile_sizes()
 SEEDS = range(12)
@@ -53,9 +53,13 @@ def test_tasks_wait_for_lower_ones_alone(kind: Pass, seed: int) -> None:
         assert all(a.order < b.order for a, b in itertools.pairwise(tickets))
     counters = [0] * num_counters
     orders = set()
+    signalled = False
     for task in sorted(compute + comm, key=lambda task: task.order):
         assert task.order not in orders
         orders.add(task.order)
+        # A wait for every peer's signal: no ring of ranks waits for itself where each gives its own one before.
+        assert signalled or task.peer_wait is not PeerWait.DONE
+        signalled |= task.kind is TaskKind.SIGNAL_DONE
         for wait in task.waits:
             assert all(counters[i] >= wait.target for i in range(wait.first, wait.first + wait.count)), task
         for counter in task.bumps:

@@ -56,7 +56,8 @@ def test_f_t1_a_rank_that_does_not_come(kind: str, blocked: bool) -> None:
     else:
         assert outcome.status == "error" and outcome.error_types[0] == "MoKTimeoutError", outcome.describe()
     text = outcome.output if blocked else outcome.message
-    for part in ("rank 0", f"{kind} of layer 2, microbatch 5", "rank(s) 1 missing", "expected", f"limit {LIMIT:g} s"):
+    # Clusters without work wait for the end of the pass at the same time: this rank is not through either, and must not be named.
+    for part in ("rank 0", f"{kind} of layer 2, microbatch 5", "rank(s) 1 missing; phase 'entered'", "expected", f"limit {LIMIT:g} s"):
         assert part in text, text
 
 
