@@ -212,7 +212,7 @@ def test_a_missing_peer_is_reported() -> None:
     group.synchronize()
     code, phase, call, rank, missing, expected, seen, waited = group.faults()[0][:8]
     assert (code, rank, missing) == (1, 0, 0b10)
-    assert phase in (0, 1)
+    assert phase == 0  # clusters without work wait for the end, which this rank has not reached either
     assert seen < expected == call
     assert 0.5e9 <= waited < 2e9
 

@@ -142,6 +142,23 @@ def test_around_the_limit(rows: int, seed: int) -> None:
     _check_modes(run, sums, seed + 2, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_around_every_step(dtype: torch.dtype, seed: int) -> None:
+    """Rows that end at, before and behind each step of 16, in the first half of a block and in the second: none is left out."""
+    rows = [0, *(16 * step + more for step in range(9) for more in (-1, 0, 1) if 16 * step + more > 0)]
+    problem = _problem(rows, 192, 320, seed)
+    dys = random_dy(problem, seed + 1)
+    sums = None
+    for macrobatch in (None, BLOCK):
+        run = Pass(group_for(problem, **_options(macrobatch)), problem, dys)
+        poison_backward_memory(run.group)
+        got = run.backward(run.new_grads(dtype, NAN), overwrite=True)
+        if sums is None:
+            sums = got
+            check_gradients(problem, dys, sums, dtype)
+        assert_same(got, sums, macrobatch)
+
+
 def test_each_expert_its_own_way(seed: int) -> None:
     """Large and small experts in one call: overwritten, accumulated, or without a gradient."""
     rows = [1700, 40, 1600, 1650, 0, 5]
