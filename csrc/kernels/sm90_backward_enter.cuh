@@ -8,6 +8,7 @@
 #include "sm90_enter_pass.cuh"
 #include "sm90_launch.h"
 #include "sm90_tensor_map.h"
+#include "sm90_warp_sum.cuh"
 
 namespace mok {
 namespace {
@@ -38,11 +39,7 @@ __device__ __forceinline__ void write_macro_table(const Plan& plan, int64_t* tab
   int64_t before = 0;
   for (int64_t first = 0; first < plan.num_macrobatches; first += 32) {
     const int64_t macro = first + lane;
-    int64_t sum = macro < plan.num_macrobatches ? plan.backward_macro_tasks(macro) : 0;
-    for (uint32_t step = 1; step < 32; step *= 2) {
-      const int64_t lower = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += lower;
-    }
+    const int64_t sum = sum_to_lane(macro < plan.num_macrobatches ? plan.backward_macro_tasks(macro) : 0, lane);
     if (macro < plan.num_macrobatches) table[macro + 1] = before + sum;
     before += __shfl_sync(0xffffffffu, sum, 31);
   }

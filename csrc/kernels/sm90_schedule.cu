@@ -9,6 +9,7 @@
 #include "../task/tiles.h"
 #include "launch.h"
 #include "sm90_launch.h"
+#include "sm90_warp_sum.cuh"
 
 namespace mok {
 namespace {
@@ -251,11 +252,7 @@ __global__ void __launch_bounds__(kScatterThreads, 4) scatter_kernel(const __gri
     for (int64_t first = 0; first < experts; first += 32) {
       const int64_t e = first + lane;
       const int64_t padded = e < experts ? ceil_div(expert_rows[e], kBlockRows) * kBlockRows : 0;
-      int64_t sum = padded;  // of this lane's expert and those of lower lanes
-      for (uint32_t step = 1; step < 32; step *= 2) {
-        const int64_t lower = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += lower;
-      }
+      const int64_t sum = sum_to_lane(padded, lane);
       if (e < experts) offsets[e] = rows + sum - padded;
       rows += __shfl_sync(0xffffffffu, sum, 31);
     }

@@ -40,7 +40,8 @@ __device__ __forceinline__ void issue_stage(float (&accumulators)[128], uint32_t
 
 // `last_steps`, 1 to kStageSteps, of the last stage's steps; what lies behind them is not multiplied.
 template <Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void issue_last_stage(float (&accumulators)[128], uint32_t base, uint32_t warpgroup, bool accumulate, int last_steps) {
+__device__ __forceinline__ void issue_last_stage(float (&accumulators)[128], uint32_t base, uint32_t warpgroup, bool accumulate,
+                                                 int last_steps) {
   static_assert(kStageSteps == 4, "the cases below");
   switch (last_steps) {
     case 1:

@@ -64,16 +64,7 @@ struct Plan {
 
   // The expert whose rows a block holds: the last expert that starts at or before it.
   MOK_HOST_DEVICE int64_t block_expert(int64_t block) const {
-    int64_t lo = 0, hi = shape.num_local_experts;
-    while (hi - lo > 1) {
-      const int64_t mid = (lo + hi) / 2;
-      if (expert_first_block(mid) <= block) {
-        lo = mid;
-      } else {
-        hi = mid;
-      }
-    }
-    return lo;
+    return first_where(1, shape.num_local_experts, [&](int64_t expert) { return expert_first_block(expert) > block; }) - 1;
   }
 
   // An expert has weight-gradient tasks in every macrobatch that holds rows of it; one without rows, in the macrobatch where it stands.
@@ -84,31 +75,15 @@ struct Plan {
   // division a step would take longer than all the rest.
   MOK_HOST_DEVICE int64_t macro_first_expert(int64_t macro) const {
     const int64_t first_block = macro_first_block(macro);
-    int64_t lo = 0, hi = shape.num_local_experts;
-    while (lo < hi) {
-      const int64_t mid = (lo + hi) / 2;
-      // Its rows go on in this macrobatch or beyond; or it has none, and stands there.
-      if (expert_first_block(mid + 1) > first_block || expert_first_block(mid) >= first_block) {
-        hi = mid;
-      } else {
-        lo = mid + 1;
-      }
-    }
-    return lo;
+    // Its rows go on in this macrobatch or beyond; or it has none, and stands there.
+    return first_where(0, shape.num_local_experts, [&](int64_t expert) {
+      return expert_first_block(expert + 1) > first_block || expert_first_block(expert) >= first_block;
+    });
   }
   MOK_HOST_DEVICE int64_t macro_end_expert(int64_t macro) const {
     if (macro == num_macrobatches - 1) return shape.num_local_experts;
     const int64_t end_block = macro_first_block(macro + 1);
-    int64_t lo = 0, hi = shape.num_local_experts;
-    while (lo < hi) {
-      const int64_t mid = (lo + hi) / 2;
-      if (expert_first_block(mid) >= end_block) {
-        hi = mid;
-      } else {
-        lo = mid + 1;
-      }
-    }
-    return lo;
+    return first_where(0, shape.num_local_experts, [&](int64_t expert) { return expert_first_block(expert) >= end_block; });
   }
 
   // Whether the backward's weight gradients stand between its other products.
@@ -122,16 +97,7 @@ struct Plan {
     if (count <= 0) return 0;
     if (count >= minibatches(macro)) return experts.end - experts.first;
     const int64_t bound = macro_first_block(macro) + count * shape.minibatch_blocks;
-    int64_t lo = experts.first, hi = experts.end;
-    while (lo < hi) {
-      const int64_t mid = (lo + hi) / 2;
-      if (expert_first_block(mid + 1) > bound) {
-        hi = mid;
-      } else {
-        lo = mid + 1;
-      }
-    }
-    return lo - experts.first;
+    return first_where(experts.first, experts.end, [&](int64_t expert) { return expert_first_block(expert + 1) > bound; }) - experts.first;
   }
 
   // Compute tickets of one macrobatch of the backward.

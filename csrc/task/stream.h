@@ -194,14 +194,13 @@ MOK_HOST_DEVICE void fill_dispatch(const Plan& plan, Task& task, bool dy, int64_
   set_bump(task, 1, plan.transfers_done());
 }
 
-MOK_HOST_DEVICE void fill_gemm1(const Plan& plan, Task& task, int64_t walk, int64_t macro, int64_t minibatch, int64_t index) {
+MOK_HOST_DEVICE void fill_gemm1(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index) {
   const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
   const TilePosition at = tile_position(index, blocks, plan.gemm1_tiles);
   const int64_t block = block_of(plan, macro, minibatch, at.block, blocks);
   set_block(plan, task, macro, minibatch, block);
   task.kind = TaskKind::kGemm1;
   task.tile_n = at.tile;
-  task.order = segment_order(plan.shape, walk, minibatch, kFront, index);
   set_wait(task, 0, plan.dispatched(block), 1, kDispatchTasksPerBlock);
   add_access(task, RingBuffer::kX, plan.shape.pass == Pass::kBackward ? kRead : kRead | kRelease, task.ring_block, 1);
   add_access(task, RingBuffer::kGateUp, kWrite, task.ring_block, 1);
@@ -213,14 +212,13 @@ MOK_HOST_DEVICE void fill_gemm1(const Plan& plan, Task& task, int64_t walk, int6
   set_bump(task, 0, plan.gemm1_done(block));
 }
 
-MOK_HOST_DEVICE void fill_gemm2(const Plan& plan, Task& task, int64_t walk, int64_t macro, int64_t minibatch, int64_t index) {
+MOK_HOST_DEVICE void fill_gemm2(const Plan& plan, Task& task, int64_t macro, int64_t minibatch, int64_t index) {
   const int64_t blocks = minibatch_size_of(plan, macro, minibatch);
   const TilePosition at = tile_position(index, blocks, plan.gemm2_tiles);
   const int64_t block = block_of(plan, macro, minibatch, at.block, blocks);
   set_block(plan, task, macro, minibatch, block);
   task.kind = TaskKind::kGemm2;
   task.tile_n = at.tile;
-  task.order = segment_order(plan.shape, walk, minibatch, kBack, index);
   set_wait(task, 0, plan.gemm1_done(block), 1, plan.gemm1_tiles);
   add_access(task, RingBuffer::kActivation, kRead | kRelease, task.ring_block, 1);
   set_bump(task, 0, plan.gemm2_done(block));
@@ -337,10 +335,11 @@ MOK_HOST_DEVICE Task forward_compute_task(const Plan& plan, int64_t ticket) {
   }
   const int64_t macro = last - walk;
   const SkewPosition at = skew_position(ticket, plan.macro_blocks(macro), plan.shape.minibatch_blocks, plan.gemm1_tiles, plan.gemm2_tiles);
+  task.order = segment_order(plan.shape, walk, at.minibatch, at.back ? kBack : kFront, at.index);
   if (at.back) {
-    fill_gemm2(plan, task, walk, macro, at.minibatch, at.index);
+    fill_gemm2(plan, task, macro, at.minibatch, at.index);
   } else {
-    fill_gemm1(plan, task, walk, macro, at.minibatch, at.index);
+    fill_gemm1(plan, task, macro, at.minibatch, at.index);
   }
   return task;
 }
@@ -366,31 +365,15 @@ MOK_HOST_DEVICE BackwardPlace tickets_before(const Plan& plan, int64_t macro, co
 
 // The last place that begins at or before a ticket of the macrobatch.
 MOK_HOST_DEVICE int64_t backward_place(const Plan& plan, int64_t macro, const ExpertRange& experts, int64_t ticket) {
-  int64_t lo = 0, hi = backward_places(plan, macro);
-  while (hi - lo > 1) {
-    const int64_t mid = (lo + hi) / 2;
-    if (tickets_before(plan, macro, experts, mid).total() <= ticket) {
-      lo = mid;
-    } else {
-      hi = mid;
-    }
-  }
-  return lo;
+  const auto begins_behind = [&](int64_t place) { return tickets_before(plan, macro, experts, place).total() > ticket; };
+  return first_where(1, backward_places(plan, macro), begins_behind) - 1;
 }
 
 MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
   Task task;
   const int64_t last_tile = plan.macro_compute_offset[plan.num_macrobatches] - 1;  // an expert has weight-gradient tiles
-  int64_t lo = 0, hi = plan.num_macrobatches;
-  while (hi - lo > 1) {
-    const int64_t mid = (lo + hi) / 2;
-    if (plan.macro_compute_offset[mid] <= ticket) {
-      lo = mid;
-    } else {
-      hi = mid;
-    }
-  }
-  const int64_t macro = lo, number = ticket;
+  const auto begins_behind = [&](int64_t macro) { return plan.macro_compute_offset[macro] > ticket; };
+  const int64_t macro = first_where(1, plan.num_macrobatches, begins_behind) - 1, number = ticket;
   ticket -= plan.macro_compute_offset[macro];
   const ExpertRange experts = {plan.macro_first_expert(macro), plan.macro_end_expert(macro)};
   const int64_t place = backward_place(plan, macro, experts, min_of(ticket, last_tile - plan.macro_compute_offset[macro]));
@@ -408,13 +391,12 @@ MOK_HOST_DEVICE Task backward_compute_task(const Plan& plan, int64_t ticket) {
     }
     return task;
   }
-  const int64_t order = task.order, replays = after.replay - before.replay, fronts = replays + after.dgrad2 - before.dgrad2;
+  const int64_t replays = after.replay - before.replay, fronts = replays + after.dgrad2 - before.dgrad2;
   const MergedPosition at = merged_position(number - ticket, ticket, fronts + after.dgrad1 - before.dgrad1, after.wgrad - before.wgrad);
   if (at.second) {
     fill_wgrad(plan, task, macro, before.wgrad + at.index);
   } else if (at.index < replays) {
-    fill_gemm1(plan, task, macro, macro, place, at.index);
-    task.order = order;
+    fill_gemm1(plan, task, macro, place, at.index);
   } else if (at.index < fronts) {
     fill_dgrad2(plan, task, macro, place - replay_lag(macro), at.index - replays);
   } else {
@@ -435,8 +417,9 @@ MOK_HOST_DEVICE Task compute_task(const Plan& plan, int64_t ticket) {
       break;
   }
   Task task;
-  const int64_t per_minibatch = plan.shape.minibatch_blocks * plan.gemm1_tiles;
-  detail::fill_gemm1(plan, task, 0, 0, ticket / per_minibatch, ticket % per_minibatch);
+  const int64_t per_minibatch = plan.shape.minibatch_blocks * plan.gemm1_tiles, minibatch = ticket / per_minibatch;
+  task.order = detail::segment_order(plan.shape, 0, minibatch, detail::kFront, ticket % per_minibatch);
+  detail::fill_gemm1(plan, task, 0, minibatch, ticket % per_minibatch);
   return task;
 }
 

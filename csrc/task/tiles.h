@@ -39,6 +39,20 @@ constexpr int64_t kWgradRun = 2;
 MOK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 MOK_HOST_DEVICE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// The first of lo .. hi - 1 for which `holds`, a monotone predicate, is true; hi if there is none.
+template <typename Predicate>
+MOK_HOST_DEVICE int64_t first_where(int64_t lo, int64_t hi, const Predicate& holds) {
+  while (lo < hi) {
+    const int64_t mid = (lo + hi) / 2;
+    if (holds(mid)) {
+      hi = mid;
+    } else {
+      lo = mid + 1;
+    }
+  }
+  return lo;
+}
+
 // Element offset of a row. 64-bit: at H = 7168 the 299,594th row already lies beyond 2^31 elements.
 MOK_HOST_DEVICE int64_t row_offset(int64_t row, int64_t row_elements) { return row * row_elements; }
 
