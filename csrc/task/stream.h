@@ -90,13 +90,11 @@ constexpr int kOrderShift = 40;
 // tickets.
 enum Segment : int64_t { kFetchX = 0, kFetchDy = 1, kFront = 2, kBack = 3, kSegments = 4 };
 
-static_assert(kWgradLag > 1 && kLag > 1, "what waits for a first GEMM stands in a later place, also where that waits for a replay");
-
-// Places of a macrobatch behind that of its last minibatch.
-constexpr int64_t kLastLag = kLag + 1 > kWgradLag ? kLag + 1 : kWgradLag;
+static_assert(kLag > 1, "what waits for a first GEMM stands in a later place, also where that waits for a replay");
+static_assert(kWgradLag == kLag + 1, "the last weight gradients stand in the same place, the last, whether they are spread or not");
 
 MOK_HOST_DEVICE int64_t macro_segments(const PassShape& shape) {
-  return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + kLastLag + 1);
+  return kSegments * (ceil_div(shape.macrobatch_blocks, shape.minibatch_blocks) + kWgradLag + 1);
 }
 
 // `back` of minibatch i stands after `front` of minibatch i + kLag.
@@ -112,7 +110,7 @@ MOK_HOST_DEVICE int64_t closing_order(const Plan& plan, int64_t segment, int64_t
 // Places of a macrobatch of the backward.
 MOK_HOST_DEVICE int64_t backward_places(const Plan& plan, int64_t macro) {
   const int64_t minibatches = plan.minibatches(macro);
-  return (minibatches == 0 ? 1 : minibatches) + kLastLag;
+  return (minibatches == 0 ? 1 : minibatches) + kWgradLag;
 }
 
 // Before all tasks of the last place of a backward.

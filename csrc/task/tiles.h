@@ -33,7 +33,7 @@ constexpr int64_t kLag = 3;
 constexpr int64_t kRowsOfLongSums = 1536;
 // There, minibatches by which the weight gradients of an expert trail its last rows' first GEMM, and tickets of them that stand between as many
 // others: those that a cluster takes at once.
-constexpr int64_t kWgradLag = 4;
+constexpr int64_t kWgradLag = kLag + 1;
 constexpr int64_t kWgradRun = 2;
 
 MOK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
