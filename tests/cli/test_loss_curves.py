@@ -34,6 +34,9 @@ def test_within_twice_the_spread_and_the_same_bits(tmp_path: Path) -> None:
     assert code == 0 and summary["passed"] is True
     assert summary["largest spread of stock"] == pytest.approx(3e-3)
     assert summary["distance from stock"]["mok"]["largest"] == pytest.approx(5e-3)
+    # moved is 3e-3 from allgather, while the other two are 2e-3 apart; allgather is as far from moved, and those are 1e-3 apart.
+    steps = {"mok": 0, "mok_again": 0, "alltoall": 0, "allgather": 5, "moved": 0}
+    assert summary["steps farther than twice their own spread"] == steps
     assert (tmp_path / "loss.png").exists()
 
 
