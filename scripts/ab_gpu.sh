@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The A/B of one flag on GPUs: pretrain_gpu.sh with each backend, the loss curves in one picture and how far MoK is from the others.
 #     ./scripts/ab_gpu.sh FOLDER [RUN ...] [-- more flags of pretrain_gpt.py]
-# Runs: mok mok_again (both with --deterministic-mode, bits are compared), mok_fast, alltoall, alltoall_again, allgather, hybridep (skipped
-# without deep_ep), moved (alltoall from an initial embedding moved by one unit in the last place). Default: all but mok_fast, alltoall_again.
+# Runs: mok mok_again (both with --deterministic-mode, bits are compared), mok_fast (without), alltoall, alltoall_deterministic, allgather,
+# hybridep (skipped without deep_ep); moved, moved_again, mok_moved (alltoall twice and mok from an initial embedding moved by one unit in the
+# last place, moved and mok_moved from the same one). Default: all but mok_fast and mok_moved.
 # Each run takes two GPUs; as many run at a time as there are pairs. Environment as pretrain_gpu.sh. RUN_SECONDS: the longest a run may take.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -13,10 +14,10 @@ shift
 runs=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1"); shift; done
 [ $# -eq 0 ] || shift
-[ ${#runs[@]} -gt 0 ] || runs=(mok mok_again alltoall allgather hybridep moved)
+[ ${#runs[@]} -gt 0 ] || runs=(mok mok_again alltoall alltoall_deterministic allgather hybridep moved moved_again)
 for run in "${runs[@]}"; do
     case "$run" in
-    mok | mok_again | mok_fast | alltoall | alltoall_again | allgather | hybridep | moved) ;;
+    mok | mok_again | mok_fast | mok_moved | alltoall | alltoall_deterministic | allgather | hybridep | moved | moved_again) ;;
     *) die "no run is called $run" ;;
     esac
 done
@@ -39,15 +40,20 @@ launch() { # launch RUN PAIR [flags]: what RUN is, on GPUs 2*PAIR and 2*PAIR+1
     local run=$1 pair=$2 backend flags=() environment=()
     shift 2
     case "$run" in
-    mok | mok_again)
-        backend=mok flags=(--deterministic-mode)
-        environment=(NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 CUBLAS_WORKSPACE_CONFIG=:4096:8)
-        ;;
-    mok_fast) backend=mok ;;
-    alltoall | alltoall_again) backend=alltoall ;;
+    mok*) backend=mok ;;
     allgather) backend=megatron flags=(--moe-token-dispatcher-type allgather) ;;
     hybridep) backend=hybridep ;;
-    moved) backend=alltoall environment=(MOK_MOVE_INIT=1) ;;
+    *) backend=alltoall ;;
+    esac
+    case "$run" in
+    mok | mok_again | mok_moved | alltoall_deterministic)
+        flags+=(--deterministic-mode)
+        environment+=(NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 CUBLAS_WORKSPACE_CONFIG=:4096:8)
+        ;;
+    esac
+    case "$run" in
+    moved | mok_moved) environment+=(MOK_MOVE_INIT=1) ;;
+    moved_again) environment+=(MOK_MOVE_INIT=2) ;;
     esac
     local began=$SECONDS
     if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES=${gpus[2 * pair]},${gpus[2 * pair + 1]} \

@@ -2,10 +2,15 @@
 
     python scripts/loss_curves.py FOLDER [RUN ...]      the runs that must be there; default: those that are
 
-The spread of a step is the largest loss of the stock runs less the smallest. MoK passes where its largest distance from a stock run, over all
-steps, is at most twice the largest spread, and where the runs mok and mok_again have the same bits. Every run must have every step, and finite
-losses. What is told beside it and decides nothing: for each run the steps at which it is farther from a stock run than twice the spread of that
-very step, a stock run being measured against the other stock runs. Losses that training has driven apart cross by chance, so no run has few.
+Spread: the largest loss of the stock runs less the smallest; distance: how far a run is from the stock run that is farthest from it. A run of
+MoK passes where
+
+* its distance at no step exceeds twice the largest spread of any step, and
+* its mean over each 20 steps is no farther from a stock run's than twice the spread of such means, the largest of those 20 steps and of the 20
+  on either side: while the loss falls to a hundredth, the spread of the start would hide anything later.
+
+mok and mok_again must have the same bits; every run must have every step, and finite losses. Told beside it: the same quotients for each stock
+run, measured against the other ones. With few stock runs theirs exceed two as well, since curves cross by chance.
 Exit code: 0 it passes, 1 it does not or it cannot be told (no run of MoK, fewer than two stock runs, a run that is not whole), 2 no
 runs or no folder.
 """
@@ -15,13 +20,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-STOCK = ("alltoall", "alltoall_again", "allgather", "hybridep", "moved")
-OURS = ("mok", "mok_again", "mok_fast")
+STOCK = ("alltoall", "alltoall_deterministic", "allgather", "hybridep", "moved", "moved_again")
+OURS = ("mok", "mok_again", "mok_fast", "mok_moved")
+WINDOW = 20
 
 
 def read(folder: Path) -> dict[str, dict[int, float]]:
@@ -53,24 +60,40 @@ def summarise(runs: dict[str, dict[int, float]], asked: Sequence[str] = ()) -> d
     if doubts:
         return answer
 
-    def spread_and_distance(name: str) -> tuple[list[float], list[float]]:
-        """By step, of the stock runs but for `name`: their spread, and the run's largest distance from one of them."""
-        others = [run for other, run in stock.items() if other != name]
-        losses = [[run[step] for run in others] for step in steps]
-        return [max(x) - min(x) for x in losses], [max(abs(runs[name][step] - y) for y in x) for step, x in zip(steps, losses, strict=True)]
-
-    measured = {name: spread_and_distance(name) for name in [*ours, *(stock if len(stock) > 2 else ())]}
-    spread = measured[ours[0]][0]
-    answer["largest spread of stock"] = max(spread)
-    answer["mean spread of stock"] = sum(spread) / len(spread)
-    distances = {name: measured[name][1] for name in ours}
-    answer["distance from stock"] = {name: {"largest": max(off), "mean": sum(off) / len(off)} for name, off in distances.items()}
-    answer["steps farther than twice their own spread"] = {
-        name: sum(off > 2 * apart for apart, off in zip(*both, strict=True)) for name, both in measured.items()
+    curves = {name: [run[step] for step in steps] for name, run in runs.items()}
+    measured = {
+        name: measure(curves, name, [other for other in stock if other != name]) for name in [*ours, *(stock if len(stock) > 2 else ())]
     }
-    near = all(max(off) <= 2 * max(spread) for off in distances.values())
+    answer["largest spread of stock"], answer["mean spread of stock"] = measured[ours[0]].spread
+    answer["distance from stock"] = {name: {"largest": m.distance[0], "mean": m.distance[1]} for name, m in measured.items()}
+    answer["distance by spread, means of 20 steps"] = {name: [round(q, 2) for q in m.quotients] for name, m in measured.items()}
+    near = all(measured[name].distance[0] <= 2 * measured[name].spread[0] and max(measured[name].quotients) <= 2 for name in ours)
     answer["passed"] = near and not answer.get("mok and mok_again", "").startswith("differ")
     return answer
+
+
+class Measured(NamedTuple):
+    spread: tuple[float, float]
+    """Of the stock runs, over all steps: the largest and the mean."""
+    distance: tuple[float, float]
+    """Of the run, likewise."""
+    quotients: list[float]
+    """By window: distance of the means over the spread of the means, the largest of the window and its neighbours."""
+
+
+def measure(curves: dict[str, list[float]], name: str, others: Sequence[str]) -> Measured:
+    def spread_and_distance(of: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+        columns = list(zip(*(of[other] for other in others), strict=True))
+        return [max(x) - min(x) for x in columns], [max(abs(own - y) for y in x) for own, x in zip(of[name], columns, strict=True)]
+
+    spread, distance = spread_and_distance(curves)
+    windows = {
+        key: [statistics.fmean(curve[first : first + WINDOW]) for first in range(0, len(curve), WINDOW)] for key, curve in curves.items()
+    }
+    apart, off = spread_and_distance(windows)
+    nearby = [max(apart[max(0, i - 1) : i + 2]) for i in range(len(apart))]
+    quotients = [d / s if s > 0 else (0.0 if d == 0 else math.inf) for d, s in zip(off, nearby, strict=True)]
+    return Measured((max(spread), statistics.fmean(spread)), (max(distance), statistics.fmean(distance)), quotients)
 
 
 def draw(runs: dict[str, dict[int, float]], target: Path) -> None:

@@ -1,9 +1,10 @@
 """Runs a Megatron training script through MoK's launcher and writes every logged step's loss with all its bits.
 
-    torchrun ... scripts/loss_log.py LOSSES.txt [--move-init] SCRIPT ARGUMENTS
+    torchrun ... scripts/loss_log.py LOSSES.txt [--move-init=SEED] SCRIPT ARGUMENTS
 
-A line a step: iteration, loss, the loss in hexadecimal, gradient norm. ``--move-init`` first moves every element of the input embedding by
-one unit in the last place, up or down: how far a run gets from itself by rounding alone. Megatron's own log has seven digits.
+A line a step: iteration, loss, the loss in hexadecimal, gradient norm. ``--move-init`` first moves every element of the input embedding by one
+unit in the last place, up or down by random numbers of that seed: how far a run gets from itself by rounding alone. Megatron's own log has
+seven digits.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from mok_megatron import launch
 
 def main() -> None:
     target, *rest = sys.argv[1:] or [""]
-    move = bool(rest) and rest[0] == "--move-init"
+    option, _, seed = rest[0].partition("=") if rest else ("", "", "")
+    move = option == "--move-init"
     argv = rest[1:] if move else rest
     if not argv:
         raise SystemExit(__doc__)
+    if move and not seed.isdecimal():
+        raise SystemExit(f"loss_log.py: --move-init is '{seed}'; it must be the seed of a random generator, a whole number from 0 on")
     sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))  # Megatron itself may lie beside the script
     if move:
-        _move_embeddings()
+        _move_embeddings(int(seed))
     _write_losses(Path(target))
     launch.main(argv)
 
 
-def _move_embeddings() -> None:
+def _move_embeddings(seed: int) -> None:
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     build = layers.VocabParallelEmbedding.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         bits = self.weight.data.view({2: torch.int16, 4: torch.int32}[self.weight.element_size()])
-        step = torch.randint(0, 2, bits.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+        step = torch.randint(0, 2, bits.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
         bits += torch.where(self.weight.data == 0, 0, step.to(bits.device)).to(bits.dtype)
 
     layers.VocabParallelEmbedding.__init__ = init

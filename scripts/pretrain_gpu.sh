@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Megatron-LM's own pretrain_gpt.py with MoK on two GPUs, a small model and mock data: ./scripts/pretrain_gpu.sh [more flags]
 # MEGATRON_LM: folder of Megatron-LM's pretrain_gpt.py (tag core_v0.19.0). MOK_PYTHON: an interpreter with torch, Megatron-Core, Transformer
-# Engine and this package; default: .venv's, else python3. MOK_LOSSES=FILE also writes every step's loss with all its bits (MOK_MOVE_INIT=1:
-# from an initial embedding moved by one unit in the last place). Without MoK's flag the command is what it would be without this package.
+# Engine and this package; default: .venv's, else python3. MOK_LOSSES=FILE also writes every step's loss with all its bits (MOK_MOVE_INIT=N:
+# from an initial embedding moved by one unit in the last place, up or down by random numbers of seed N). Without MoK's flag the command is what it would be without this package.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/scripts/environment.sh"
 megatron_run # sets python and gpu_count
 start=(-m mok_megatron.launch)
-[ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+--move-init})
+[ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+--move-init=$MOK_MOVE_INIT})
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 exec "$python" -m torch.distributed.run --nproc-per-node 2 --master-port "${MASTER_PORT:-29500}" "${start[@]}" \
     "$MEGATRON_LM/pretrain_gpt.py" \

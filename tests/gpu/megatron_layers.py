@@ -162,7 +162,6 @@ def train_step(model: Any, device: str, seed: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for index in range(MICROBATCHES):
         number = seed + 1000 * (1 + index) + dist.get_rank()
-        # Another number of tokens in each call, and on each rank, where the backend takes them.
         x = tokens_of(number, router, TOKENS).to(device=device, dtype=dtype).requires_grad_(True)
         dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(number + 500)).bfloat16().to(device=device, dtype=dtype)
 

@@ -28,6 +28,8 @@ SHAPES = [
     ([64, 0], 128, 128, 4, 2),
     ([300, 111], 256, 192, 8, 4),
     ([100, 5, 257, 64], 192, 128, 8, 3),
+    ([70, 0, 129], 128, 192, 9, 3),
+    ([33] * 8, 128, 192, 16, 6),
 ]
 
 
@@ -165,7 +167,8 @@ def test_main_grad_modes(macrobatch: int | None) -> None:
 
 @pytest.mark.parametrize(("factors", "total"), [((1, 2, 4, 8), 15), ((256, 1), 257)])
 def test_microbatches_sum_exactly(factors: tuple[int, ...], total: int) -> None:
-    """One token an expert and dy of powers of two: sums in fp32 main_grad are exact."""
+    """One token an expert and dy of powers of two: a microbatch's gradients are the first one's times its factor, to the bit, and sums in fp32
+    main_grad are rounded once at most, as the product is."""
     problem = random_problem([1], 128, 128, 2, 2, seed=5)
     group = group_for(problem)
     ones = [torch.ones(1, 128).bfloat16()]
@@ -175,8 +178,9 @@ def test_microbatches_sum_exactly(factors: tuple[int, ...], total: int) -> None:
     for factor in factors:
         run.operands[0][0].fill_(factor)
         summed = run.backward(grads, overwrite=False)
-    assert unit.dw2.any()
-    assert torch.equal(summed.dw2, total * unit.dw2)
+    for name in ("dw13", "dw2"):
+        assert getattr(unit, name).any()
+        assert torch.equal(getattr(summed, name), total * getattr(unit, name)), name
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
