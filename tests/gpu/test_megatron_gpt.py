@@ -20,7 +20,7 @@ def _compare(rank: int, world_size: int, rendezvous: str, seed: int) -> dict[str
     return megatron_gpt.compare_all("cuda", world_size, seed)
 
 
-def test_losses_stay_within_the_floor_of_stock_runs(tmp_path: Path, seed: int) -> None:
+def test_losses_and_gradients_stay_within_the_floor_of_stock_runs(tmp_path: Path, seed: int) -> None:
     ranks = min(torch.cuda.device_count(), 2)
     for found in run_ranks(_compare, ranks, ranks, str(tmp_path / "nccl"), seed, timeout=200):
         print(found)

@@ -26,6 +26,6 @@ def _models(rank: int, seed: int) -> Any:
     return megatron_gpt.compare_all("cpu", 2, seed)
 
 
-def test_losses_stay_within_the_floor_of_stock_runs(seed: int) -> None:
+def test_losses_and_gradients_stay_within_the_floor_of_stock_runs(seed: int) -> None:
     for found in run_ranks(_models, 2, seed, timeout=300):
         print(found)
