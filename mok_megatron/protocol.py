@@ -302,7 +302,17 @@ class FlagWait:
         return ready
 
     def missing(self) -> tuple[int, ...]:
-        return tuple(peer for peer in self.peers if not self.state.protocol.arrived(self.flag, peer, self.state.call))
+        """The peers to blame for a flag that is not there; none if it is.
+
+        Where DONE is waited for, those that did not even enter, if there are such. The others may live and be held up by just these: a pull
+        or a push waits for the peer's ENTERED, and whoever exchanges no row with the lost rank comes here, to DONE, before them. Once all
+        have entered nobody is held up by anybody, and who is not done is at fault.
+        """
+        waited_for = self._not_at(self.flag, self.peers)
+        return (self._not_at(Flag.ENTERED, waited_for) if self.flag == Flag.DONE else ()) or waited_for
+
+    def _not_at(self, flag: Flag, peers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(peer for peer in peers if not self.state.protocol.arrived(flag, peer, self.state.call))
 
 
 def poll(wait: FlagWait, limit_seconds: float) -> None:

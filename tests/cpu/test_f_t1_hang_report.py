@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from mok_megatron import MoKConfig, functional
-from mok_megatron.functional import PassTag
+from mok_megatron.errors import MoKTimeoutError
+from mok_megatron.protocol import ROW_WORDS, CallKind, CallState, Flag, FlagMemory, FlagWait, GroupProtocol, PassTag, poll
 from tests.cpu.problems import Batch, local_part, random_batch
 from tests.distributed import RankOutcome, job_group, run_ranks_outcomes
 
 LIMIT = 3.0
 ABSENT = 2
+HELD_UP = 1
 TOKENS = (6, 6, 6, 6)
 
 
@@ -96,8 +99,8 @@ def test_f_t1_one_rank_absent(seed: int, behaviour: str) -> None:
             assert piece in message, (piece, message)
 
 
-def _absent_in(rank: int, batch: Batch, phase: str) -> None:
-    """One layer's step of which rank ABSENT leaves out one call."""
+def _absent_in(rank: int, batch: Batch, phase: str, seconds_late: float = 0.0) -> None:
+    """One layer's step of which rank ABSENT leaves out one call, to which rank HELD_UP comes late."""
     config = MoKConfig(timeout_seconds=LIMIT)
     workspace = functional.get_workspace(
         config,
@@ -117,19 +120,21 @@ def _absent_in(rank: int, batch: Batch, phase: str) -> None:
     def here(name: str) -> bool:
         if rank == ABSENT and name == phase:
             _stay_away("exits")
+        if rank == HELD_UP and name == phase:
+            time.sleep(seconds_late)
         return True
 
     if here("schedule"):
         schedule = functional.build_schedule(workspace, config, part.topk_experts, tag=tag)
+    if here("forward"):
+        functional.forward(config, workspace, schedule, *operands, tag=tag)
     if here("recompute"):
         context = functional.recompute_forward_context(config, workspace, schedule, *operands[:3], tag=tag)
     if here("backward"):
         functional.backward(config, workspace, schedule, context, part.dy, *operands, tag=tag)
 
 
-@pytest.mark.parametrize("phase", ["schedule", "recompute", "backward"])
-def test_f_t1_every_kind_of_call_names_the_absent_rank(seed: int, phase: str) -> None:
-    outcomes = run_ranks_outcomes(_absent_in, 4, random_batch(seed, 24, experts=8), phase, timeout=45)
+def _check_that_absent_rank_is_named(outcomes: list[RankOutcome], phase: str) -> None:
     for outcome in outcomes:
         if outcome.rank == ABSENT:
             continue
@@ -137,6 +142,47 @@ def test_f_t1_every_kind_of_call_names_the_absent_rank(seed: int, phase: str) ->
         assert outcome.attributes["missing_ranks"] == (ABSENT,), outcome.describe()
         for piece in (phase, "layer 7", "microbatch 5"):
             assert piece in outcome.message, outcome.message
+
+
+@pytest.mark.parametrize("phase", ["schedule", "forward", "recompute", "backward"])
+def test_f_t1_every_kind_of_call_names_the_absent_rank(seed: int, phase: str) -> None:
+    outcomes = run_ranks_outcomes(_absent_in, 4, random_batch(seed, 24, experts=8), phase, timeout=45)
+    _check_that_absent_rank_is_named(outcomes, phase)
+
+
+@pytest.mark.parametrize("seconds_late", [0.0, LIMIT / 3])
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+def test_f_t1_a_rank_that_the_absent_one_holds_up_is_not_blamed(seed: int, phase: str, seconds_late: float) -> None:
+    """All routes lead to rank HELD_UP, which waits for the absent rank's rows; the others wait for both, and sooner if it comes late."""
+    experts = torch.tensor([2 * HELD_UP, 2 * HELD_UP + 1], dtype=torch.int32)
+    batch = random_batch(seed, 24, experts=8, routes=experts.repeat(24, 1))
+    outcomes = run_ranks_outcomes(_absent_in, 4, batch, phase, seconds_late, timeout=45)
+    _check_that_absent_rank_is_named(outcomes, phase)
+
+
+def test_who_is_blamed_for_a_pass_that_does_not_end(seed: int) -> None:
+    """Whoever did not enter; where all did, whoever is not done."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        ranks, call = rng.randint(2, 8), rng.randint(1, 1000)
+        flags = [FlagMemory(torch.zeros(ranks, ROW_WORDS, dtype=torch.int64), torch.zeros(0)) for _ in range(ranks)]
+        protocols = [GroupProtocol(rank, flags, torch.tensor([call - 1])) for rank in range(ranks)]
+        some_absent = rng.random() < 0.5
+        reached = {rank: rng.choice([Flag.ENTERED, Flag.DONE, None] if some_absent else [Flag.ENTERED, Flag.DONE]) for rank in range(ranks)}
+        waiter = rng.randrange(ranks)
+        reached[waiter] = Flag.DONE
+        for rank, flag in reached.items():
+            protocols[rank].signal_entered(call - 1 if flag is None else call, CallKind.BACKWARD, PassTag())
+            protocols[rank].signal_done(call if flag is Flag.DONE else call - 1)
+        wait = FlagWait(CallState(protocols[waiter], call, CallKind.BACKWARD, PassTag(), 0.0), Flag.DONE, range(ranks))
+        absent = tuple(rank for rank in range(ranks) if reached[rank] is None)
+        unfinished = tuple(rank for rank in range(ranks) if reached[rank] is Flag.ENTERED)
+        if absent or unfinished:
+            with pytest.raises(MoKTimeoutError) as caught:
+                poll(wait, 0.0)
+            assert caught.value.missing_ranks == (absent or unfinished)
+        else:
+            poll(wait, 0.0)
 
 
 def _late(rank: int, batch: Batch) -> tuple[torch.Tensor, float]:
