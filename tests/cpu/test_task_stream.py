@@ -1,4 +1,4 @@
-"""Every pass's tickets, by their structure: one total order, each tile once, and no wait that lower tasks do not fulfil."""
+"""Every pass's tickets, by their structure: one total order, each tile and row once, and no wait that lower tasks do not fulfil."""
 
 from __future__ import annotations
 
@@ -66,9 +66,14 @@ def test_tasks_wait_for_lower_ones_alone(kind: Pass, seed: int) -> None:
             counters[counter] += 1
 
 
+def rows_of(tasks: tuple[Task, ...], kind: TaskKind) -> list[int]:
+    """Rows, or tokens, of all tasks of a kind, in order, each as often as it comes."""
+    return sorted(row for task in tasks if task.kind is kind for row in range(task.first_row, task.first_row + task.num_rows))
+
+
 @pytest.mark.parametrize("kind", list(Pass))
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_tile_comes_once(kind: Pass, seed: int) -> None:
+def test_every_tile_and_row_comes_once(kind: Pass, seed: int) -> None:
     shape, blocks = random_plan(kind, seed)
     compute, comm, _ = streams(shape, blocks)
     total, ring = sum(blocks), shape.macrobatch_blocks
@@ -102,6 +107,18 @@ def test_every_tile_comes_once(kind: Pass, seed: int) -> None:
     grads = [task for task in compute if task.kind in (TaskKind.WGRAD2, TaskKind.WGRAD13, TaskKind.ZERO)]
     assert Counter((task.kind, task.expert, task.num_blocks) for task in grads) == wanted
     assert len({(t.kind, t.macrobatch, t.expert, t.tile_m, t.tile_n, t.first_block) for t in grads}) == len(grads)
+
+    block_rows = TILES.block_rows
+    # The backward has the rows of x that the context kept, its first macrobatch's, and fetches x to replay the others.
+    x = {Pass.FORWARD: (0, total), Pass.RECOMPUTE: (0, saved), Pass.BACKWARD: (saved, total)}[kind]
+    dy = (0, total) if kind is Pass.BACKWARD else (0, 0)
+    assert rows_of(comm, TaskKind.DISPATCH) == [*range(x[0] * block_rows, x[1] * block_rows)]
+    assert rows_of(comm, TaskKind.DISPATCH_DY) == [*range(dy[0] * block_rows, dy[1] * block_rows)]
+    for task in comm:
+        if task.kind is not TaskKind.SIGNAL_DONE:
+            last = task.first_row + task.num_rows - 1
+            assert task.first_row // block_rows == last // block_rows == task.block and task.ring_block == task.block % ring
+    assert rows_of(compute, TaskKind.REDUCE) == [*range(0 if kind is Pass.RECOMPUTE else shape.num_tokens)]
 
 
 def order_of_weight_grads(rng: random.Random, blocks: list[int]) -> list[bool]:
