@@ -325,8 +325,8 @@ def poll(wait: FlagWait, limit_seconds: float) -> None:
     start = time.monotonic()
     delay = 0.0
     while not wait.ready():
-        if time.monotonic() - start > limit_seconds:
-            raise wait.state.timeout_error(wait.flag, wait.missing())
+        if time.monotonic() - start > limit_seconds and (missing := wait.missing()):  # none: the last flag came since
+            raise wait.state.timeout_error(wait.flag, missing)
         # Ranks may share cores: yield at once, then back off to a millisecond.
         time.sleep(delay)
         delay = min(1e-3, delay * 2 + 1e-6)
