@@ -4,7 +4,8 @@
 # Runs: mok mok_again (both with --deterministic-mode, bits are compared), mok_fast (without), alltoall, alltoall_deterministic, allgather,
 # hybridep (skipped without deep_ep); moved, moved_again, mok_moved (alltoall twice and mok from an initial embedding moved by one unit in the
 # last place, moved and mok_moved from the same one). Default: all but mok_fast and mok_moved.
-# Each run takes two GPUs; as many run at a time as there are pairs. Environment as pretrain_gpu.sh. RUN_SECONDS: the longest a run may take.
+# Each run takes two GPUs, or the only one; as many run at a time as there are GPUs for. Environment as pretrain_gpu.sh (MASTER_PORT:
+# the first of the ports). RUN_SECONDS: the longest a run may take.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/scripts/environment.sh"
@@ -31,13 +32,14 @@ if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     runs=("${kept[@]}")
 fi
 IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpu_count - 1)))}"
-pairs=$((gpu_count / 2))
+ranks=$((gpu_count < 2 ? 1 : 2))
+groups=$((gpu_count / ranks))
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 rm -f "$folder"/*.losses # of earlier runs
 
-launch() { # launch RUN PAIR [flags]: what RUN is, on GPUs 2*PAIR and 2*PAIR+1
-    local run=$1 pair=$2 backend flags=() environment=()
+launch() { # launch RUN GROUP [flags]: what RUN is, on the GPUs of GROUP
+    local run=$1 group=$2 backend flags=() environment=() devices
     shift 2
     case "$run" in
     mok*) backend=mok ;;
@@ -55,9 +57,10 @@ launch() { # launch RUN PAIR [flags]: what RUN is, on GPUs 2*PAIR and 2*PAIR+1
     moved | mok_moved) environment+=(MOK_MOVE_INIT=1) ;;
     moved_again) environment+=(MOK_MOVE_INIT=2) ;;
     esac
+    devices=$(IFS=, && echo "${gpus[*]:group * ranks:ranks}")
     local began=$SECONDS
-    if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES=${gpus[2 * pair]},${gpus[2 * pair + 1]} \
-        MASTER_PORT=$((29500 + pair)) timeout -k 10 "${RUN_SECONDS:-900}" \
+    if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES="$devices" \
+        MASTER_PORT=$((${MASTER_PORT:-29500} + group)) timeout -k 10 "${RUN_SECONDS:-900}" \
         "$ROOT/scripts/pretrain_gpu.sh" --moe-backend=$backend "${flags[@]}" "$@" >"$folder/$run.log" 2>&1; then
         echo "$run: $((SECONDS - began)) s, $(grep -m1 -o 'mok_megatron: MoE backend: .*' "$folder/$run.log" || echo 'no line about the backend')"
     else
@@ -69,9 +72,9 @@ launch() { # launch RUN PAIR [flags]: what RUN is, on GPUs 2*PAIR and 2*PAIR+1
 
 next=0
 for run in "${runs[@]}"; do
-    launch "$run" $((next % pairs)) "$@" &
+    launch "$run" $((next % groups)) "$@" &
     next=$((next + 1))
-    [ $((next % pairs)) -ne 0 ] || wait
+    [ $((next % groups)) -ne 0 ] || wait
 done
 wait
 "$python" "$ROOT/scripts/loss_curves.py" "$folder" "${runs[@]}"

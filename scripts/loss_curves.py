@@ -66,7 +66,7 @@ def summarise(runs: dict[str, dict[int, float]], asked: Sequence[str] = ()) -> d
     }
     answer["largest spread of stock"], answer["mean spread of stock"] = measured[ours[0]].spread
     answer["distance from stock"] = {name: {"largest": m.distance[0], "mean": m.distance[1]} for name, m in measured.items()}
-    answer["distance by spread, means of 20 steps"] = {name: [round(q, 2) for q in m.quotients] for name, m in measured.items()}
+    answer[f"distance by spread, means of {WINDOW} steps"] = {name: [round(q, 2) for q in m.quotients] for name, m in measured.items()}
     near = all(measured[name].distance[0] <= 2 * measured[name].spread[0] and max(measured[name].quotients) <= 2 for name in ours)
     answer["passed"] = near and not answer.get("mok and mok_again", "").startswith("differ")
     return answer

@@ -31,18 +31,37 @@ def test_what_a_run_of_megatron_lacks(script: str, tmp_path: Path) -> None:
     command = (str(SCRIPTS / script), *([str(tmp_path / "out")] if script == "ab_gpu.sh" else []))
     (tmp_path / "pretrain_gpt.py").write_text("")
     here = {"MEGATRON_LM": str(tmp_path)}
-    one_gpu = interpreter(tmp_path, "*find_spec*) echo ;;\n*device_count*) echo 1 ;;")
+    no_gpu = interpreter(tmp_path, "*find_spec*) echo ;;\n*device_count*) echo 0 ;;")
     for environment, said in (
         ({}, "MEGATRON_LM is not set"),
         ({"MEGATRON_LM": "/nowhere"}, "MEGATRON_LM is '/nowhere', where there is no pretrain_gpt.py"),
         ({**here, "MOK_PYTHON": "/nowhere/python"}, "'/nowhere/python' does not run; MOK_PYTHON must be a Python interpreter"),
         ({**here, "MOK_PYTHON": sys.executable}, f"{sys.executable} lacks: transformer_engine"),
-        ({**here, "MOK_PYTHON": one_gpu}, "needs two GPUs, 1 found"),
+        ({**here, "MOK_PYTHON": no_gpu}, "needs a GPU, none found"),
     ):
         done = run(*command, **environment)
         assert done.returncode == 2, (environment, done)
         assert done.stdout == "" and done.stderr.startswith(f"{script}: {said}") and len(done.stderr.splitlines()) == 1, (environment, done)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("gpus", "visible", "groups"), [(1, "", ["0"]), (1, "5", ["5"]), (3, "", ["0,1"]), (5, "7,2,4,0,1", ["7,2", "4,0"])])
+def test_gpus_of_each_run(gpus: int, visible: str, groups: list[str], tmp_path: Path) -> None:
+    """One expert-parallel group of two GPUs, or of the only one; runs of the A/B side by side take different GPUs and ports."""
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    started = tmp_path / "started"
+    count = f"*device_count*) IFS=,; set -- ${{CUDA_VISIBLE_DEVICES:-{','.join('x' * gpus)}}}; echo $# ;;"
+    starts = f'torch.distributed.run) echo "$CUDA_VISIBLE_DEVICES|$MASTER_PORT|$*" >>{started} ;;'
+    python = interpreter(tmp_path, f"*find_spec*) echo ;;\n{count}\n{starts}")
+    environment = {"MEGATRON_LM": str(tmp_path), "MOK_PYTHON": python, "CUDA_VISIBLE_DEVICES": visible, "MASTER_PORT": "4000"}
+    done = run(str(SCRIPTS / "ab_gpu.sh"), str(tmp_path / "out"), "mok", "alltoall", **environment)
+    assert done.returncode == 0, done
+    ranks = len(groups[0].split(","))
+    lines = sorted(started.read_text().splitlines())
+    wanted = sorted((groups[i % len(groups)], 4000 + i % len(groups), backend) for i, backend in enumerate(("mok", "alltoall")))
+    assert [(line.split("|")[0], int(line.split("|")[1]), line.rpartition("--moe-backend=")[2].split()[0]) for line in lines] == wanted
+    for line in lines:
+        assert f" --nproc-per-node {ranks} " in line and f" --expert-model-parallel-size {ranks} " in line, line
 
 
 @pytest.mark.parametrize(
