@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from mok_megatron.executors.cuda import CudaExecutor, ExecutorShape, RankMemory, bind
-from mok_megatron.protocol import ROW_WORDS
+from mok_megatron.protocol import ROW_WORDS, Flag
 from mok_megatron.schedule import MoKContext, MoKSchedule
 from mok_megatron.workspace import WorkspaceShape
 from tests.oracle import moe_oracle
 
 TIMEOUT_SECONDS = 5.0
+LATER_CALL = 2**40
 
 
 def library() -> ctypes.CDLL | None:
@@ -62,6 +63,21 @@ def expected(problem: Problem, dys: list[torch.Tensor] | None = None, **options:
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """NaN in every element of a floating-point tensor."""
     return tensor.fill_(float("nan"))
+
+
+def enter_for_rank_1(group: "Group") -> None:
+    """Rank 0 finds rank 1 in every later pass, whose inputs lie there from the pass before; its end it never sees."""
+    group.memory[0].flags[1, Flag.ENTERED] = LATER_CALL
+    group.synchronize_devices()
+
+
+def assert_rank_1_is_named(group: "Group", entered: bool) -> None:
+    """After a pass of rank 0 alone, with a limit of 0.5 s."""
+    code, phase, call, rank, missing, expected, seen, waited = group.faults()[0][:8]
+    # Clusters without work wait for the end from the start, which this rank has not reached either: that wait is the longer one.
+    assert (code, phase, rank, missing) == (1, 1 if entered else 0, 0, 0b10)
+    assert seen < expected == call
+    assert (2e9 if entered else 0.5e9) <= waited < (4e9 if entered else 2e9)
 
 
 class Group:

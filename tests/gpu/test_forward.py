@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.harness import Group, Problem, expected, poison, random_problem
+from tests.gpu.harness import Group, Problem, assert_rank_1_is_named, enter_for_rank_1, expected, poison, random_problem
 from tests.oracle import assert_within
 
 
@@ -103,12 +103,15 @@ def test_same_bits_for_every_knob_and_ep_size() -> None:
             assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (ep_size, options)
 
 
-def test_a_missing_peer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank does not come to the forward: the other's kernel ends by itself and names it."""
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_missing_peer_is_reported(entered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank does not come to the forward, or never to its end: the other's kernel ends by itself and names it."""
     monkeypatch.setattr("tests.gpu.harness.TIMEOUT_SECONDS", 0.5)
     group = Group(2, 64, 2, 128, 128, 4)
     problem = random_problem([64, 64], 128, 128, 4, 2, seed=3)
     schedules = group.schedules(problem.topk_experts)
+    if entered:
+        enter_for_rank_1(group)
     with torch.cuda.stream(group.streams[0]):
         group.executors[0].forward(
             schedules[0],
@@ -121,10 +124,7 @@ def test_a_missing_peer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
             sm_reserve=group.sm_reserve,
         )
     group.synchronize()
-    code, phase, call, rank, missing, expected, seen, waited = group.faults()[0][:8]
-    assert (code, phase, rank, missing) == (1, 0, 0, 0b10)
-    assert seen < expected == call
-    assert 0.5e9 <= waited < 2e9
+    assert_rank_1_is_named(group, entered)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs with peer access")
