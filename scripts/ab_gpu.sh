@@ -22,7 +22,7 @@ for run in "${runs[@]}"; do
     *) die "no run is called $run" ;;
     esac
 done
-megatron_run # sets python and gpu_count
+megatron_run # sets python, gpu_count and port
 export MOK_PYTHON=$python
 if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     kept=()
@@ -60,7 +60,7 @@ launch() { # launch RUN GROUP [flags]: what RUN is, on the GPUs of GROUP
     devices=$(IFS=, && echo "${gpus[*]:group * ranks:ranks}")
     local began=$SECONDS
     if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES="$devices" \
-        MASTER_PORT=$((${MASTER_PORT:-29500} + group)) timeout -k 10 "${RUN_SECONDS:-900}" \
+        MASTER_PORT=$((port + group)) timeout -k 10 "${RUN_SECONDS:-900}" \
         "$ROOT/scripts/pretrain_gpu.sh" --moe-backend=$backend "${flags[@]}" "$@" >"$folder/$run.log" 2>&1; then
         echo "$run: $((SECONDS - began)) s, $(grep -m1 -o 'mok_megatron: MoE backend: .*' "$folder/$run.log" || echo 'no line about the backend')"
     else

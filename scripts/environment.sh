@@ -43,10 +43,12 @@ run_python() { # sets python: MOK_PYTHON, else that of the repository's .venv, e
     [ -n "${MOK_PYTHON:-}" ] || [ ! -x "$ROOT/.venv/bin/python" ] || python=$ROOT/.venv/bin/python
 }
 
-megatron_run() { # what a run of Megatron-LM's own script needs, told before anything starts: sets python and gpu_count
+megatron_run() { # what a run of Megatron-LM's own script needs, told before anything starts: sets python, gpu_count and port
     [ -n "${MEGATRON_LM:-}" ] || die "MEGATRON_LM is not set; it must name a checkout of Megatron-LM, tag core_v0.19.0"
     [ -f "$MEGATRON_LM/pretrain_gpt.py" ] ||
         die "MEGATRON_LM is '$MEGATRON_LM', where there is no pretrain_gpt.py; it must name a checkout of Megatron-LM, tag core_v0.19.0"
+    port=${MASTER_PORT:-29500}
+    [[ $port =~ ^[1-9][0-9]{0,4}$ ]] && [ "$port" -le 65535 ] || die "MASTER_PORT is '$port'; it must be a number from 1 to 65535"
     run_python
     local missing
     missing=$("$python" -c '

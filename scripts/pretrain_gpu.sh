@@ -8,12 +8,12 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/scripts/environment.sh"
-megatron_run # sets python and gpu_count
+megatron_run # sets python, gpu_count and port
 ranks=$((gpu_count < 2 ? 1 : 2))
 start=(-m mok_megatron.launch)
 [ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+--move-init=$MOK_MOVE_INIT})
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-exec "$python" -m torch.distributed.run --nproc-per-node $ranks --master-port "${MASTER_PORT:-29500}" "${start[@]}" \
+exec "$python" -m torch.distributed.run --nproc-per-node $ranks --master-port $port "${start[@]}" \
     "$MEGATRON_LM/pretrain_gpt.py" \
     --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 4 \
     --ffn-hidden-size 6144 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 \

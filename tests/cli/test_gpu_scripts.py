@@ -35,6 +35,10 @@ def test_what_a_run_of_megatron_lacks(script: str, tmp_path: Path) -> None:
     for environment, said in (
         ({}, "MEGATRON_LM is not set"),
         ({"MEGATRON_LM": "/nowhere"}, "MEGATRON_LM is '/nowhere', where there is no pretrain_gpt.py"),
+        *(
+            ({**here, "MASTER_PORT": port}, f"MASTER_PORT is '{port}'; it must be a number from 1 to 65535")
+            for port in ("localhost", "08000", "2950x", "65536", "-1", "29500 ")
+        ),
         ({**here, "MOK_PYTHON": "/nowhere/python"}, "'/nowhere/python' does not run; MOK_PYTHON must be a Python interpreter"),
         ({**here, "MOK_PYTHON": sys.executable}, f"{sys.executable} lacks: transformer_engine"),
         ({**here, "MOK_PYTHON": no_gpu}, "needs a GPU, none found"),
