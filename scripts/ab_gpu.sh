@@ -30,6 +30,7 @@ if ! "$python" -c 'import deep_ep' 2>/dev/null; then
         if [ "$run" = hybridep ]; then echo "hybridep: deep_ep cannot be imported, skipped"; else kept+=("$run"); fi
     done
     runs=("${kept[@]}")
+    [ ${#runs[@]} -gt 0 ] || die "no other run was asked for"
 fi
 IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpu_count - 1)))}"
 ranks=$((gpu_count < 2 ? 1 : 2))
@@ -62,7 +63,8 @@ launch() { # launch RUN GROUP [flags]: what RUN is, on the GPUs of GROUP
     if env "${environment[@]}" MOK_LOSSES="$folder/$run.losses" CUDA_VISIBLE_DEVICES="$devices" \
         MASTER_PORT=$((port + group)) timeout -k 10 "${RUN_SECONDS:-900}" \
         "$ROOT/scripts/pretrain_gpu.sh" --moe-backend=$backend "${flags[@]}" "$@" >"$folder/$run.log" 2>&1; then
-        echo "$run: $((SECONDS - began)) s, $(grep -m1 -o 'mok_megatron: MoE backend: .*' "$folder/$run.log" || echo 'no line about the backend')"
+        echo "$run: $((SECONDS - began)) s," \
+            "$(grep -m1 -o 'mok_megatron: MoE backend: .*' "$folder/$run.log" || echo 'no line about the backend')"
     else
         echo "$run: FAILED after $((SECONDS - began)) s, see $folder/$run.log"
         tail -n 5 "$folder/$run.log"

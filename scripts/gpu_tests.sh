@@ -45,10 +45,11 @@ checks=("memcheck 1" "racecheck 1")
 for check in "${checks[@]}"; do
     read -r tool ranks <<<"$check"
     options=()
-    # Making symmetric memory, torch finds out by a call that may fail whether handles go through a fabric; the tool would count that as an error.
+    # Making symmetric memory, torch finds out by a call that may fail whether handles go through a fabric; the tool would count that as
+    # an error.
     [ "$ranks" = 1 ] || options+=(--report-api-errors no)
-    timeout 300 compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 "${options[@]}" "$python" -m tests.gpu.small "$ranks" \
-        >"$logs/$tool $ranks" 2>&1 &
+    timeout 300 compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 "${options[@]}" \
+        "$python" -m tests.gpu.small "$ranks" >"$logs/$tool $ranks" 2>&1 &
 done
 failed=0
 for job in $(jobs -p); do wait "$job" || failed=1; done

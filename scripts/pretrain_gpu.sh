@@ -11,7 +11,7 @@ source "$ROOT/scripts/environment.sh"
 megatron_run # sets python, gpu_count and port
 ranks=$((gpu_count < 2 ? 1 : 2))
 start=(-m mok_megatron.launch)
-[ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+--move-init=$MOK_MOVE_INIT})
+[ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+"--move-init=$MOK_MOVE_INIT"})
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 exec "$python" -m torch.distributed.run --nproc-per-node $ranks --master-port $port "${start[@]}" \
     "$MEGATRON_LM/pretrain_gpt.py" \

@@ -49,6 +49,17 @@ def test_what_a_run_of_megatron_lacks(script: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_an_ab_of_nothing(tmp_path: Path) -> None:
+    """HybridEP alone, where it cannot be imported: told, and losses of earlier runs stay."""
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    kept = tmp_path / "mok.losses"
+    kept.write_text("1 2.0 0x1p+1 1.0\n")
+    python = interpreter(tmp_path, "*find_spec*) echo ;;\n*device_count*) echo 1 ;;\n*deep_ep*) exit 1 ;;")
+    done = run(str(SCRIPTS / "ab_gpu.sh"), str(tmp_path), "hybridep", MEGATRON_LM=str(tmp_path), MOK_PYTHON=python)
+    assert done.returncode == 2 and done.stderr == "ab_gpu.sh: no other run was asked for\n", done
+    assert kept.exists()
+
+
 @pytest.mark.parametrize(("gpus", "visible", "groups"), [(1, "", ["0"]), (1, "5", ["5"]), (3, "", ["0,1"]), (5, "7,2,4,0,1", ["7,2", "4,0"])])
 def test_gpus_of_each_run(gpus: int, visible: str, groups: list[str], tmp_path: Path) -> None:
     """One expert-parallel group of two GPUs, or of the only one; runs of the A/B side by side take different GPUs and ports."""
