@@ -9,7 +9,7 @@ from mok_megatron.config import BLOCK_ROWS, MoKConfig
 from mok_megatron.errors import MoKArgumentError, MoKCapacityError, MoKError, MoKPeerError, MoKTimeoutError
 from mok_megatron.executors.cpu import CpuPass, PassInputs, PassOutputs, drive, exchange_routes
 from mok_megatron.ops import Pass, RouteFaultKind, find_route_fault, route_schedule
-from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, GroupProtocol, PassTag, StatusCode, poll
+from mok_megatron.protocol import CallKind, CallState, Flag, FlagWait, PassTag, StatusCode, poll
 from mok_megatron.schedule import MoKSchedule
 from mok_megatron.workspace import MoKWorkspace
 
@@ -36,7 +36,7 @@ def host_call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: P
             _drain(state)
             raise
         except MoKPeerError:
-            if not _is_fatal(protocol):
+            if not _is_fatal(state):
                 _drain(state)
             raise
         protocol.advance()
@@ -48,7 +48,7 @@ def host_call(workspace: MoKWorkspace, config: MoKConfig, kind: CallKind, tag: P
         protocol.advance()
         raise
     except MoKPeerError as error:
-        if _is_fatal(protocol):
+        if _is_fatal(state):
             _fail(workspace, state, StatusCode.FAILED, error)
         else:
             protocol.advance()
@@ -67,8 +67,9 @@ def _fail(workspace: MoKWorkspace, state: CallState, code: StatusCode, error: Mo
     state.protocol.publish_status(state.call, code, str(error), missing)
 
 
-def _is_fatal(protocol: GroupProtocol) -> bool:
-    return any(protocol.fatal_fault(peer) is not None for peer in range(protocol.ep_size))
+def _is_fatal(state: CallState) -> bool:
+    faults = map(state.protocol.fatal_fault, range(state.protocol.ep_size))
+    return any(fault is not None and fault.call <= state.call for fault in faults)
 
 
 def _drain(state: CallState) -> None:

@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import time
 from collections.abc import Generator, Sequence
+from typing import NamedTuple
 from typing import Protocol as TypingProtocol
 
 import torch
@@ -124,6 +125,16 @@ class FlagMemory:
     texts: torch.Tensor
 
 
+class FatalFault(NamedTuple):
+    """What a peer says of the call that ended the group for it."""
+
+    call: int
+    code: StatusCode
+    text: str
+    missing: tuple[int, ...]
+    """The ranks that it waited for in vain."""
+
+
 class GroupProtocol:
     """One rank's side of the protocol.
 
@@ -194,14 +205,14 @@ class GroupProtocol:
             return None
         return self._text(peer, record)
 
-    def fatal_fault(self, peer: int) -> tuple[StatusCode, str, tuple[int, ...]] | None:
-        """A peer's fatal fault: code, its message, and the ranks that it misses."""
+    def fatal_fault(self, peer: int) -> FatalFault | None:
         at = len(Flag) + FATAL_RECORD * len(StatusWord)
-        if self._load(peer, at + StatusWord.CALL) == 0:
+        call = self._load(peer, at + StatusWord.CALL)
+        if call == 0:
             return None
         mask = self._load(peer, at + StatusWord.MISSING)
         missing = tuple(rank for rank in range(self.ep_size) if mask >> rank & 1)
-        return StatusCode(self._load(peer, at + StatusWord.CODE)), self._text(peer, FATAL_RECORD), missing
+        return FatalFault(call, StatusCode(self._load(peer, at + StatusWord.CODE)), self._text(peer, FATAL_RECORD), missing)
 
     def _text(self, peer: int, record: int) -> str:
         length = self._load(peer, len(Flag) + record * len(StatusWord) + StatusWord.LENGTH)
@@ -236,7 +247,11 @@ class CallState:
         return f"{self.kind.name.lower()} of {self.tag} (call {self.call})"
 
     def check_peers(self, flag: Flag) -> None:
-        """Raise when a peer refused this call or is lost, while a flag is waited for."""
+        """Raise when a peer refused this call or is lost, while a flag is waited for.
+
+        A peer that fails in a later call is through with this one: it has seen every rank arrive, so this rank will too. Its fault belongs to
+        that later call here as well, however slow this rank is.
+        """
         for peer in range(self.protocol.ep_size):
             if peer != self.protocol.rank:
                 self._check_peer(peer, flag)
@@ -244,8 +259,8 @@ class CallState:
     def _check_peer(self, peer: int, flag: Flag) -> None:
         where = f"rank {self.protocol.rank}, {self.name}"
         fault = self.protocol.fatal_fault(peer)
-        if fault is not None:
-            code, text, missing = fault
+        if fault is not None and fault.call <= self.call:
+            _, code, text, missing = fault
             if code == StatusCode.TIMED_OUT and self.protocol.rank not in missing:
                 raise self.timeout_error(flag, missing, f"rank {peer} reports: {text}")
             verb = "gave up waiting for this rank" if code == StatusCode.TIMED_OUT else "failed"

@@ -59,7 +59,7 @@ def find_fault(workspace: "MoKWorkspace") -> MoKError | None:
         fault = protocol.fatal_fault(peer)
         if fault is not None:
             who = name_members(workspace.members, [workspace.rank, peer])
-            return MoKPeerError(f"rank {workspace.rank}: rank {peer} is lost: {fault[1]}" + (f" ({who})" if who else ""), peer=peer)
+            return MoKPeerError(f"rank {workspace.rank}: rank {peer} is lost: {fault.text}" + (f" ({who})" if who else ""), peer=peer)
     return None
 
 
