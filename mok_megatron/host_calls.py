@@ -68,8 +68,7 @@ def _fail(workspace: MoKWorkspace, state: CallState, code: StatusCode, error: Mo
 
 
 def _is_fatal(state: CallState) -> bool:
-    faults = map(state.protocol.fatal_fault, range(state.protocol.ep_size))
-    return any(fault is not None and fault.call <= state.call for fault in faults)
+    return any(state.fatal_fault(peer) is not None for peer in range(state.protocol.ep_size))
 
 
 def _drain(state: CallState) -> None:

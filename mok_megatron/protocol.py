@@ -246,25 +246,29 @@ class CallState:
     def name(self) -> str:
         return f"{self.kind.name.lower()} of {self.tag} (call {self.call})"
 
-    def check_peers(self, flag: Flag) -> None:
-        """Raise when a peer refused this call or is lost, while a flag is waited for.
+    def fatal_fault(self, peer: int) -> FatalFault | None:
+        """A peer's fatal fault, in this call or an earlier one.
 
         A peer that fails in a later call is through with this one: it has seen every rank arrive, so this rank will too. Its fault belongs to
         that later call here as well, however slow this rank is.
         """
+        fault = self.protocol.fatal_fault(peer)
+        return fault if fault is not None and fault.call <= self.call else None
+
+    def check_peers(self, flag: Flag) -> None:
+        """Raise when a peer refused this call or is lost, while a flag is waited for."""
         for peer in range(self.protocol.ep_size):
             if peer != self.protocol.rank:
                 self._check_peer(peer, flag)
 
     def _check_peer(self, peer: int, flag: Flag) -> None:
         where = f"rank {self.protocol.rank}, {self.name}"
-        fault = self.protocol.fatal_fault(peer)
-        if fault is not None and fault.call <= self.call:
-            _, code, text, missing = fault
-            if code == StatusCode.TIMED_OUT and self.protocol.rank not in missing:
-                raise self.timeout_error(flag, missing, f"rank {peer} reports: {text}")
-            verb = "gave up waiting for this rank" if code == StatusCode.TIMED_OUT else "failed"
-            raise MoKPeerError(f"{where}: rank {peer} {verb}: {text}{self.who([peer])}", peer=peer)
+        fault = self.fatal_fault(peer)
+        if fault is not None:
+            if fault.code == StatusCode.TIMED_OUT and self.protocol.rank not in fault.missing:
+                raise self.timeout_error(flag, fault.missing, f"rank {peer} reports: {fault.text}")
+            verb = "gave up waiting for this rank" if fault.code == StatusCode.TIMED_OUT else "failed"
+            raise MoKPeerError(f"{where}: rank {peer} {verb}: {fault.text}{self.who([peer])}", peer=peer)
         refusal = self.protocol.refusal(peer, self.call)
         if refusal is not None:
             raise MoKPeerError(f"{where}: rank {peer} refused it: {refusal}{self.who([peer])}", peer=peer)
