@@ -22,7 +22,7 @@ for run in "${runs[@]}"; do
     *) die "no run is called $run" ;;
     esac
 done
-megatron_run # sets python, gpu_count and port
+megatron_run # sets python, gpu_count, port and ranks
 export MOK_PYTHON=$python
 if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     kept=()
@@ -33,7 +33,6 @@ if ! "$python" -c 'import deep_ep' 2>/dev/null; then
     [ ${#runs[@]} -gt 0 ] || die "no other run was asked for"
 fi
 IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpu_count - 1)))}"
-ranks=$((gpu_count < 2 ? 1 : 2))
 groups=$((gpu_count / ranks))
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)

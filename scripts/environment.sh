@@ -43,7 +43,7 @@ run_python() { # sets python: MOK_PYTHON, else that of the repository's .venv, e
     [ -n "${MOK_PYTHON:-}" ] || [ ! -x "$ROOT/.venv/bin/python" ] || python=$ROOT/.venv/bin/python
 }
 
-megatron_run() { # what a run of Megatron-LM's own script needs, told before anything starts: sets python, gpu_count and port
+megatron_run() { # what a run of Megatron-LM's own script needs, told before anything starts: sets python, gpu_count, port, and ranks, its processes
     [ -n "${MEGATRON_LM:-}" ] || die "MEGATRON_LM is not set; it must name a checkout of Megatron-LM, tag core_v0.19.0"
     [ -f "$MEGATRON_LM/pretrain_gpt.py" ] ||
         die "MEGATRON_LM is '$MEGATRON_LM', where there is no pretrain_gpt.py; it must name a checkout of Megatron-LM, tag core_v0.19.0"
@@ -59,6 +59,7 @@ print(*(name for name in wanted if not (find_spec(name.split(".")[0]) and find_s
     [ -z "$missing" ] || die "$python lacks: $missing; MOK_PYTHON must name an interpreter that has them"
     gpu_count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
     [ "$gpu_count" -ge 1 ] || die "needs a GPU, none found"
+    ranks=$((gpu_count < 2 ? 1 : 2))
 }
 
 make_venv() { # make_venv EXTRA: sets VENV to an environment that has the repository, with that extra of pyproject.toml

@@ -61,8 +61,12 @@ def summarise(runs: dict[str, dict[int, float]], asked: Sequence[str] = ()) -> d
         return answer
 
     curves = {name: [run[step] for step in steps] for name, run in runs.items()}
+    windows = {
+        name: [statistics.fmean(curve[first : first + WINDOW]) for first in range(0, len(curve), WINDOW)] for name, curve in curves.items()
+    }
     measured = {
-        name: measure(curves, name, [other for other in stock if other != name]) for name in [*ours, *(stock if len(stock) > 2 else ())]
+        name: measure(curves, windows, name, [other for other in stock if other != name])
+        for name in [*ours, *(stock if len(stock) > 2 else ())]
     }
     answer["largest spread of stock"], answer["mean spread of stock"] = measured[ours[0]].spread
     answer["distance from stock"] = {name: {"largest": m.distance[0], "mean": m.distance[1]} for name, m in measured.items()}
@@ -81,15 +85,14 @@ class Measured(NamedTuple):
     """By window: distance of the means over the spread of the means, the largest of the window and its neighbours."""
 
 
-def measure(curves: dict[str, list[float]], name: str, others: Sequence[str]) -> Measured:
+def measure(curves: dict[str, list[float]], windows: dict[str, list[float]], name: str, others: Sequence[str]) -> Measured:
+    """A run against the others: by step, and by its windows' means."""
+
     def spread_and_distance(of: dict[str, list[float]]) -> tuple[list[float], list[float]]:
         columns = list(zip(*(of[other] for other in others), strict=True))
         return [max(x) - min(x) for x in columns], [max(abs(own - y) for y in x) for own, x in zip(of[name], columns, strict=True)]
 
     spread, distance = spread_and_distance(curves)
-    windows = {
-        key: [statistics.fmean(curve[first : first + WINDOW]) for first in range(0, len(curve), WINDOW)] for key, curve in curves.items()
-    }
     apart, off = spread_and_distance(windows)
     nearby = [max(apart[max(0, i - 1) : i + 2]) for i in range(len(apart))]
     quotients = [d / s if s > 0 else (0.0 if d == 0 else math.inf) for d, s in zip(off, nearby, strict=True)]

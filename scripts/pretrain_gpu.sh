@@ -8,8 +8,7 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/scripts/environment.sh"
-megatron_run # sets python, gpu_count and port
-ranks=$((gpu_count < 2 ? 1 : 2))
+megatron_run # sets python, port and ranks
 start=(-m mok_megatron.launch)
 [ -z "${MOK_LOSSES:-}" ] || start=("$ROOT/scripts/loss_log.py" "$MOK_LOSSES" ${MOK_MOVE_INIT:+"--move-init=$MOK_MOVE_INIT"})
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
